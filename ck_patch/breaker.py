@@ -1,0 +1,110 @@
+"""What a failure means, and the circuit breaker that keeps a failed operation on stock."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Failure = Literal["sticky", "memory", "other"]
+
+# Code and text of the CUDA errors after which, says cuda.h, any further CUDA work in the process
+# returns the same error, and of the two whose context is beyond use (214, 709). The driver and the
+# runtime share both; the texts are those of cudaGetErrorString in CUDA 13.0, in lower case.
+_STICKY = MappingProxyType(
+    {
+        214: "uncorrectable ecc error encountered",
+        220: "uncorrectable nvlink error detected during the execution",
+        226: "invalid access of peer gpu memory over nvlink or a hardware error",
+        700: "an illegal memory access was encountered",
+        702: "the launch timed out and was terminated",
+        709: "context is destroyed",
+        710: "device-side assert triggered",
+        714: "hardware stack error",
+        715: "an illegal instruction was encountered",
+        716: "misaligned address",
+        717: "operation not supported on global/shared address space",
+        718: "invalid program counter",
+        719: "unspecified launch failure",
+        721: "tensor memory not completely freed",
+        810: "the mps client has been terminated by the server",
+        911: "an async error has occured in external entity outside of cuda",
+    }
+)
+_STICKY_TEXTS = tuple(_STICKY.values())
+_OUT_OF_MEMORY = 2
+_OUT_OF_MEMORY_TEXT = "out of memory"
+
+# How torch, torch around the driver API, and Triton introduce such a text. The same words without
+# one of these may come from anywhere, an argument check for instance.
+_MARKS = ("cuda error: ", "cuda driver error: ", "triton error [cuda]: ")
+
+
+def classify(error: BaseException) -> Failure:
+    """Say what a failure of ours means for the process.
+
+    "sticky": the CUDA context is dead, so stock cannot help and the error belongs to the caller.
+    "memory": this call did not fit; stock may, and so may our next call.
+    "other": our path is broken and stock is not.
+    """
+    if isinstance(error, (MemoryError, *_torch_errors("OutOfMemoryError"))):
+        return "memory"
+    if isinstance(error, _torch_errors("AcceleratorError")):
+        code = getattr(error, "error_code", None)
+        if code in _STICKY:
+            return "sticky"
+        if code == _OUT_OF_MEMORY:
+            return "memory"
+    text = str(error).lower()
+    for mark in _MARKS:
+        _, found, cause = text.partition(mark)
+        if found and cause.startswith(_STICKY_TEXTS):
+            return "sticky"
+        if found and cause.startswith(_OUT_OF_MEMORY_TEXT):
+            return "memory"
+    return "other"
+
+
+def _torch_errors(name: str) -> tuple[type[BaseException], ...]:
+    """The exception class of that name, where torch is loaded and has it (2.8 brought some)."""
+    found = getattr(sys.modules.get("torch"), name, None)
+    return (found,) if isinstance(found, type) and issubclass(found, BaseException) else ()
+
+
+@dataclass(frozen=True)
+class OpenBreaker:
+    """One operation that stays on stock on one device, and why."""
+
+    operation: str
+    device: str
+    reason: str
+
+
+class Breaker:
+    """Which operations stay on stock on which devices; one per process, shared by all ops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: dict[tuple[str, Hashable], str] = {}
+
+    def reason(self, operation: str, device: Hashable) -> str | None:
+        """Why the operation stays on stock there, or None; one look-up, no lock."""
+        return self._reasons.get((operation, device))
+
+    def open(self, operation: str, device: Hashable, reason: str) -> bool:
+        """Keep the operation on stock there. True for the call that opened it: the first reason
+        stands, and its caller is the one to log it."""
+        with self._lock:
+            if (operation, device) in self._reasons:
+                return False
+            self._reasons[operation, device] = reason
+            return True
+
+    def snapshot(self) -> tuple[OpenBreaker, ...]:
+        """Everything that is open, in the order of opening."""
+        with self._lock:
+            reasons = dict(self._reasons)
+        return tuple(OpenBreaker(op, str(device), why) for (op, device), why in reasons.items())

@@ -1,0 +1,46 @@
+"""The contract between the patcher and an op: what a factory is given and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ck_patch.breaker import Breaker
+from ck_patch.releases import Release
+from ck_patch.settings import Settings
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OpContext:
+    """What every op of this process is built with.
+
+    `check_first` is true for a release newer than any that was tested: the first real call of the
+    op is then compared with stock on its own inputs before the op's result is used.
+    """
+
+    settings: Settings
+    breaker: Breaker
+    release: Release
+    check_first: bool
+
+
+class Replacement(Protocol):
+    """One op, built and ready to be installed in place of the stock function it was built from."""
+
+    @property
+    def function(self) -> Function:
+        """The function to install; the same object at every access."""
+
+    def deactivate(self) -> None:
+        """Pass every further call straight to stock, for good.
+
+        The patcher calls this when it takes the function out: another patcher, or a caller that
+        kept a reference, may go on calling it.
+        """
+
+
+Factory = Callable[[Function, OpContext], Replacement]
+"""`build(stock, context)`. It is called under the patcher's lock and so must not import the host."""

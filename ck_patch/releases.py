@@ -1,0 +1,65 @@
+"""The table of comfy-kitchen releases: which were tested and what each supports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from packaging.version import Version
+
+BiasDtype = Literal["float32", "output"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Facts that hold from release `first` up to the next row of the table.
+
+    `signatures` maps the name of each supported slot to the signature text its stock function has;
+    a slot that is not in it stays on stock. `bias_dtype` is what the host passes as bias of
+    `_C.cutlass_int8_dequant`: float32, or the dtype of the output.
+    """
+
+    first: str
+    bias_dtype: BiasDtype
+    signatures: Mapping[str, str]
+
+
+# Read from the docstring of each wheel from 0.2.12 on: the text never changed, though the dtype of
+# the bias did.
+_CUTLASS_INT8_DEQUANT = (
+    "cutlass_int8_dequant("
+    "a: ndarray[dtype=int8, shape=(*, *), device='cuda'], "
+    "b: ndarray[dtype=int8, shape=(*, *), device='cuda'], "
+    "xs: ndarray[dtype=float32, device='cuda'], "
+    "ws: ndarray[dtype=float32, device='cuda'], "
+    "bias: ndarray[device='cuda'], "
+    "d: ndarray[shape=(*, *), device='cuda'], "
+    "out_dtype_code: int, stream_ptr: int) -> bool"
+)
+
+_SIGNATURES = MappingProxyType({"cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT})
+
+RELEASES = (
+    Release("0.2.31", bias_dtype="float32", signatures=_SIGNATURES),
+    Release("0.2.34", bias_dtype="output", signatures=_SIGNATURES),
+)
+
+OLDEST = "0.2.31"
+"""First release of the tested range."""
+NEWEST = "0.2.40"
+"""Last release of the tested range."""
+MEASURED = ("0.2.31", "0.2.40")
+"""The releases that ran on a GPU; those between them share signatures and meaning with one."""
+
+
+def release_for(version: Version) -> Release | None:
+    """The facts that hold for `version`; of the newest row when newer, None when too old."""
+    known = [release for release in RELEASES if Version(release.first) <= version]
+    return known[-1] if known else None
+
+
+def is_newer_than_tested(version: Version) -> bool:
+    """Whether `version` lies beyond the tested range; a local build of the last one does too."""
+    return version > Version(NEWEST)

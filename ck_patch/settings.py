@@ -1,0 +1,136 @@
+"""The environment variables: one table that describes them, one function that reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+Kind = Literal["switch", "choice", "names", "directory"]
+T = TypeVar("T")
+
+_ON = ("1", "true", "on", "yes")
+# _bootstrap.start() knows the same words: it decides before anything of this is imported.
+_OFF = ("0", "false", "off", "no")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable; `default` is what unset, empty and not understood all mean."""
+
+    name: str
+    kind: Kind
+    default: str
+    help: str
+    choices: tuple[str, ...] = ()
+
+
+ENABLED = Variable(
+    "CK_PATCH",
+    "switch",
+    "1",
+    "0 turns the plugin off: nothing is installed, nothing is patched. It wins over enable().",
+    ("0", "1"),
+)
+INT8 = Variable(
+    "CK_PATCH_INT8",
+    "choice",
+    "auto",
+    "Which path an INT8 GEMM takes: auto decides per device and shape, the others force one.",
+    ("auto", "stock", "triton", "fp16"),
+)
+SLOTS = Variable(
+    "CK_PATCH_SLOTS",
+    "names",
+    "",
+    "Comma list of the slots that may be patched; empty means all.",
+)
+LOG = Variable(
+    "CK_PATCH_LOG",
+    "choice",
+    "info",
+    "off is silent; info says what was patched and what failed; path adds one line per unique "
+    "shape that says which path ran.",
+    ("off", "info", "path"),
+)
+CACHE_DIR = Variable(
+    "CK_PATCH_CACHE_DIR",
+    "directory",
+    "",
+    "Absolute path of the folder for what is measured on this machine; empty means ck_patch in "
+    "the user's cache folder.",
+)
+
+VARIABLES = (ENABLED, INT8, SLOTS, LOG, CACHE_DIR)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for. `problems` has one sentence per value not understood."""
+
+    enabled: bool = True
+    int8: str = INT8.default
+    slots: tuple[str, ...] | None = None
+    log: str = LOG.default
+    cache_dir: str | None = None
+    problems: tuple[str, ...] = ()
+
+    def wants(self, slot: str) -> bool:
+        """Whether the slot of that name may be patched."""
+        return self.enabled and (self.slots is None or slot in self.slots)
+
+
+def load(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings; never raises: a value that is not understood means the default."""
+    environ = os.environ if environ is None else environ
+    problems: list[str] = []
+
+    def read(variable: Variable, parse: Callable[[str], T]) -> T:
+        text = environ.get(variable.name, "").strip()
+        try:
+            return parse(text or variable.default)
+        except ValueError as error:
+            meaning = variable.default or "nothing set"
+            problems.append(f"{variable.name}={text!r} {error}; it means {meaning}")
+            return parse(variable.default)
+
+    return Settings(
+        enabled=read(ENABLED, _switch),
+        int8=read(INT8, _one_of(INT8.choices)),
+        slots=read(SLOTS, _names),
+        log=read(LOG, _one_of(LOG.choices)),
+        cache_dir=read(CACHE_DIR, _directory),
+        problems=tuple(problems),
+    )
+
+
+def _switch(text: str) -> bool:
+    word = text.lower()
+    if word not in _ON + _OFF:
+        raise ValueError("is neither 0 nor 1")
+    return word in _ON
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"is none of {', '.join(choices)}")
+        return text.lower()
+
+    return parse
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if text and not names:
+        raise ValueError("names no slot")
+    return names or None
+
+
+def _directory(text: str) -> str | None:
+    # A relative path would move the cache with every start directory.
+    if text and not Path(text).is_absolute():
+        raise ValueError("is not an absolute path")
+    return text or None

@@ -43,4 +43,4 @@ class Replacement(Protocol):
 
 
 Factory = Callable[[Function, OpContext], Replacement]
-"""`build(stock, context)`. It is called under the patcher's lock and so must not import the host."""
+"""`build(stock, context)`; called under the patcher's lock, so it must not import the host."""

@@ -1,0 +1,184 @@
+"""The guard: whether this host may be patched and whether a slot is what we know; never raises."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.version import InvalidVersion, Version
+
+from ck_patch import releases
+from ck_patch.context import Function
+from ck_patch.slots import Slot
+
+_DISTRIBUTION = "comfy-kitchen"
+_PACKAGE = "comfy_kitchen"
+
+# What a broken installation of somebody else can raise at us. KeyboardInterrupt is the user's.
+BROKEN = (Exception, SystemExit)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The verdict on the installed comfy-kitchen; without a `release` everything stays on stock."""
+
+    version: str | None
+    path: str | None
+    release: releases.Release | None
+    check_first: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """The verdict on one slot; without a `stock` function it stays on stock. `owners` has the
+    object that holds the function for each binding of the slot."""
+
+    stock: Function | None
+    owners: tuple[object, ...]
+    reason: str
+
+
+def describe(error: BaseException) -> str:
+    """The class and the first line of an error, for a reason or a log line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def examine_host() -> Host:
+    """Look at the installed distribution, the loaded package and what the ops need."""
+    path: str | None = None
+    version: str | None = None
+    try:
+        path = _package_path()
+        version, problem = _installed_version(path)
+        if version is None:
+            return Host(None, path, None, False, problem)
+        parsed = Version(version)
+        release = releases.release_for(parsed)
+        if release is None:
+            reason = f"comfy-kitchen {version} is older than {releases.OLDEST}, the oldest tested"
+            return Host(version, path, None, False, reason)
+        missing = _missing_requirement(path)
+        if missing:
+            return Host(version, path, None, False, missing)
+        if releases.is_newer_than_tested(parsed):
+            reason = f"comfy-kitchen {version} is newer than {releases.NEWEST}, the newest tested"
+            return Host(version, path, release, True, reason)
+        reason = f"comfy-kitchen {version} is within {releases.OLDEST} to {releases.NEWEST}"
+        return Host(version, path, release, False, reason)
+    except InvalidVersion:
+        reason = f"comfy-kitchen calls its version {version!r}, which is none"
+    except BROKEN as error:
+        reason = f"the installation of comfy-kitchen cannot be read ({describe(error)})"
+    return Host(version, path, None, False, reason)
+
+
+def examine_slot(slot: Slot, release: releases.Release) -> Match:
+    """Look at the live function of a slot: present, untouched, and of the signature we know."""
+    expected = release.signatures.get(slot.name)
+    if expected is None:
+        return Match(None, (), f"not known for comfy-kitchen {release.first} and later")
+    try:
+        return _match(slot, expected)
+    except BROKEN as error:
+        return Match(None, (), f"cannot be looked at ({describe(error)})")
+
+
+def _match(slot: Slot, expected: str) -> Match:
+    owners: list[object] = []
+    found: list[Function] = []
+    for binding in slot.bindings:
+        owner = binding.find_owner()
+        function = getattr(owner, binding.attribute, None)
+        if owner is None or function is None:
+            return Match(None, (), f"{binding} is missing")
+        owners.append(owner)
+        found.append(function)
+    stock = found[0]
+    for binding, function in zip(slot.bindings, found, strict=True):
+        if function is not stock:
+            return Match(None, (), f"{binding} is not {slot.bindings[0]}")
+    if slot.signature == "nanobind" and hasattr(stock, "__wrapped__"):
+        # A compiled function wraps nothing: this is another patcher's, and its to keep.
+        return Match(None, (), f"another patcher was here first ({name_of(stock)})")
+    text = _signature(stock, slot)
+    if text != expected:
+        return Match(None, (), f"its signature is not the known one: {text}")
+    return Match(stock, tuple(owners), "its signature is the known one")
+
+
+def _signature(function: Function, slot: Slot) -> str:
+    if slot.signature == "nanobind":
+        return (function.__doc__ or "").partition("\n")[0]
+    return str(inspect.signature(function))
+
+
+def name_of(function: object) -> str:
+    """Module and name of a function, as far as it tells."""
+    module = getattr(function, "__module__", None) or "?"
+    return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _package_path() -> str | None:
+    """The folder of the loaded package; None while it is not loaded."""
+    module = sys.modules.get(_PACKAGE)
+    file = getattr(module, "__file__", None)
+    return os.path.dirname(os.path.abspath(file)) if file else None
+
+
+def _installed_version(path: str | None) -> tuple[str | None, str]:
+    """The version of the distribution, or None and why; one beside the loaded package wins.
+
+    An interrupted upgrade leaves two: which of them the code is cannot be told.
+    """
+    found = [
+        (os.path.abspath(str(distribution.locate_file(_PACKAGE))), distribution.version)
+        for distribution in metadata.distributions(name=_DISTRIBUTION)
+    ]
+    beside = [version for place, version in found if place == path]
+    versions = sorted({str(version) for version in beside or [version for _, version in found]})
+    if len(versions) == 1:
+        return versions[0], ""
+    if versions:
+        return None, f"comfy-kitchen is installed in more than one version: {', '.join(versions)}"
+    if path is None:
+        return None, "comfy-kitchen is not installed"
+    return None, "comfy_kitchen is loaded but has no distribution metadata, so no version"
+
+
+def _missing_requirement(path: str | None) -> str | None:
+    """The first thing that the ops cannot do without, or None."""
+    if path is None:
+        return "comfy_kitchen has not been imported"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "torch is not loaded"
+    if getattr(torch.version, "hip", None):
+        return "torch is built for ROCm"
+    return _wrapt_problem() or _triton_problem()
+
+
+def _wrapt_problem() -> str | None:
+    try:
+        import wrapt
+
+        if isinstance(wrapt.FunctionWrapper, type):
+            return None
+        return "wrapt has no usable FunctionWrapper"
+    except BROKEN as error:
+        return f"wrapt cannot be used ({describe(error)})"
+
+
+def _triton_problem() -> str | None:
+    # Only looked for: importing it is slow, and the op does so when it first needs a kernel.
+    try:
+        if sys.modules.get("triton") or importlib.util.find_spec("triton"):
+            return None
+        return "triton is not installed"
+    except BROKEN as error:
+        return f"triton cannot be looked for ({describe(error)})"

@@ -1,0 +1,247 @@
+"""The patcher: installs the ops in the slots of the host, keeps the ledger, takes them out again.
+
+The only module that calls `setattr` on foreign objects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import ck_patch
+from ck_patch import guard, log, releases, settings
+from ck_patch.breaker import Breaker, OpenBreaker
+from ck_patch.context import Factory, Function, OpContext, Replacement
+from ck_patch.slots import SLOTS, Binding, Slot
+
+State = Literal["patched", "stock", "covered"]
+
+
+@dataclass(frozen=True)
+class SlotStatus:
+    """What a slot is now: `patched`, `stock`, or `covered` by another patcher on top of ours."""
+
+    name: str
+    bindings: tuple[str, ...]
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """Everything the patcher knows; `dataclasses.asdict` of it is fit for JSON."""
+
+    version: str
+    settings: settings.Settings
+    host_version: str | None
+    host_path: str | None
+    host_reason: str
+    tested: tuple[str, str]
+    check_first: bool
+    slots: tuple[SlotStatus, ...]
+    breakers: tuple[OpenBreaker, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One line of the ledger: what was put where, in place of what."""
+
+    binding: Binding
+    owner: object
+    original: Function
+    ours: Function
+
+    def live(self) -> object:
+        """What a caller of the host finds now: the host may have been reloaded since."""
+        return getattr(self.binding.find_owner(), self.binding.attribute, None)
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """One patched slot. It is kept inactive when another patcher held on to a part of it."""
+
+    replacement: Replacement
+    entries: tuple[_Entry, ...]
+    reason: str
+    active: bool = True
+
+
+class Patcher:
+    """Brings the slots of this process in line with the settings and back to stock."""
+
+    def __init__(self, slots: Sequence[Slot] = SLOTS) -> None:
+        self._slots = slots
+        self._lock = threading.RLock()
+        self._breaker = Breaker()
+        self._patches: dict[str, _Patch] = {}
+        self._refusals: dict[str, str] = {}
+
+    def enable(self) -> None:
+        """Patch every slot that the settings want and the guard allows; never raises.
+
+        The settings are read anew. The environment wins over the call: with CK_PATCH=0, or for a
+        slot that CK_PATCH_SLOTS leaves out, this puts stock back. Calling it again changes nothing
+        that is patched, and patches anew what a reload of the host undid.
+        """
+        wanted = settings.load()
+        log.configure(wanted.log)
+        for problem in (*wanted.problems, *self._unknown_slots(wanted)):
+            log.warn(problem, problem)
+        # Importing happens outside the lock: another thread may hold the host's import lock and
+        # wait for ours.
+        host = guard.examine_host()
+        plans = [(slot, _plan(slot, wanted, host)) for slot in self._slots]
+        with self._lock:
+            for slot, plan in plans:
+                try:
+                    refusal = self._converge(slot, plan)
+                except guard.BROKEN as error:
+                    refusal = f"patching failed ({guard.describe(error)})"
+                self._refusals[slot.name] = refusal
+                if host.path is not None and wanted.wants(slot.name):
+                    outcome = f"stays on stock: {refusal}" if refusal else f"patched, {host.reason}"
+                    log.once(f"{slot.name} {outcome}", f"{slot.name} {outcome}")
+
+    def disable(self) -> None:
+        """Put stock back wherever ours is still in place, by identity.
+
+        Where another patcher sits on top, it stays and ours passes every call to stock. Breakers
+        are forgotten: enabling again is a fresh try.
+        """
+        with self._lock:
+            for slot in self._slots:
+                self._take_out(slot)
+                self._refusals[slot.name] = "disabled by ck_patch.disable()"
+            self._breaker = Breaker()
+
+    def status(self) -> Status:
+        """Report from live identity, not from what was once done."""
+        host = guard.examine_host()
+        with self._lock:
+            return Status(
+                version=ck_patch.__version__,
+                settings=settings.load(),
+                host_version=host.version,
+                host_path=host.path,
+                host_reason=host.reason,
+                tested=(releases.OLDEST, releases.NEWEST),
+                check_first=host.check_first,
+                slots=tuple(
+                    SlotStatus(slot.name, tuple(map(str, slot.bindings)), *self._state(slot))
+                    for slot in self._slots
+                ),
+                breakers=self._breaker.snapshot(),
+            )
+
+    def _unknown_slots(self, wanted: settings.Settings) -> list[str]:
+        known = {slot.name for slot in self._slots}
+        return [
+            f"{settings.SLOTS.name} names {name!r}, which is no slot; there are: {', '.join(known)}"
+            for name in wanted.slots or ()
+            if name not in known
+        ]
+
+    def _converge(self, slot: Slot, plan: _Plan | str) -> str:
+        """Bring one slot in line; the reason why it stays on stock, or an empty text."""
+        if isinstance(plan, str):
+            self._take_out(slot)
+            return plan
+        patch = self._patches.get(slot.name)
+        if patch is not None and patch.active and self._state(slot)[0] != "stock":
+            return ""
+        self._take_out(slot)
+        return self._install(slot, plan)
+
+    def _install(self, slot: Slot, plan: _Plan) -> str:
+        match = guard.examine_slot(slot, plan.release)
+        if match.stock is None:
+            return match.reason
+        context = OpContext(plan.settings, self._breaker, plan.release, plan.check_first)
+        replacement = plan.factory(match.stock, context)
+        ours = replacement.function
+        entries = tuple(
+            _Entry(binding, owner, match.stock, ours)
+            for binding, owner in zip(slot.bindings, match.owners, strict=True)
+        )
+        # The ledger comes first: whatever interrupts the next lines, it knows what to put back.
+        self._patches[slot.name] = _Patch(replacement, entries, match.reason)
+        try:
+            for entry in entries:
+                setattr(entry.owner, entry.binding.attribute, ours)
+        except BaseException:
+            self._take_out(slot)
+            raise
+        return ""
+
+    def _take_out(self, slot: Slot) -> None:
+        """Put stock back where ours is; keep what is covered in the ledger, inactive."""
+        patch = self._patches.pop(slot.name, None)
+        if patch is None:
+            return
+        covered = tuple(entry for entry in patch.entries if not _restore(entry))
+        patch.replacement.deactivate()
+        if covered:
+            self._patches[slot.name] = replace(patch, entries=covered, active=False)
+        for entry in covered:
+            _, reason = self._state(slot)
+            log.warn(f"covered {entry.binding}", f"{slot.name} cannot be taken out: {reason}")
+
+    def _state(self, slot: Slot) -> tuple[State, str]:
+        patch = self._patches.get(slot.name)
+        if patch is None:
+            return "stock", self._refusals.get(slot.name, "not enabled yet")
+        passing = "" if patch.active else ", which passes every call to stock"
+        for entry in patch.entries:
+            owner, live = entry.binding.find_owner(), entry.live()
+            if live is entry.ours:
+                continue
+            if live is entry.original or owner is not entry.owner:
+                return "stock", f"{entry.binding} was reloaded or put back; enable() patches it"
+            return "covered", f"{guard.name_of(live)} sits on top of ours{passing}"
+        if patch.active:
+            return "patched", patch.reason
+        return "stock", f"ours is still in place{passing}; disable() takes it out"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a slot is to be patched with."""
+
+    factory: Factory
+    settings: settings.Settings
+    release: releases.Release
+    check_first: bool
+
+
+def _plan(slot: Slot, wanted: settings.Settings, host: guard.Host) -> _Plan | str:
+    """What to patch the slot with, or the reason why it stays on stock."""
+    if not wanted.enabled:
+        return f"{settings.ENABLED.name}=0"
+    if not wanted.wants(slot.name):
+        return f"not in {settings.SLOTS.name}"
+    if host.release is None:
+        return host.reason
+    module, _, name = slot.factory.partition(":")
+    try:
+        factory: Factory = getattr(importlib.import_module(module), name)
+    except guard.BROKEN as error:
+        return f"its op cannot be loaded ({guard.describe(error)})"
+    return _Plan(factory, wanted, host.release, host.check_first)
+
+
+def _restore(entry: _Entry) -> bool:
+    """Put the original back if ours is there; False when something else is."""
+    live = getattr(entry.owner, entry.binding.attribute, None)
+    if live is entry.ours:
+        setattr(entry.owner, entry.binding.attribute, entry.original)
+        return True
+    return live is entry.original or live is None
+
+
+_PATCHER = Patcher()
+enable = _PATCHER.enable
+disable = _PATCHER.disable
+status = _PATCHER.status

@@ -1,0 +1,53 @@
+"""The slots: which stock functions may be replaced, where they are bound, and by which op."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+SignatureKind = Literal["nanobind", "python"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One place where the host looks a function up: an attribute of a loaded module (`owner` is
+    empty) or of an object in it."""
+
+    module: str
+    owner: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.module, self.owner, self.attribute)))
+
+    def find_owner(self) -> object | None:
+        """The object that holds the attribute now, or None; imports nothing."""
+        module = sys.modules.get(self.module)
+        return getattr(module, self.owner, None) if self.owner else module
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One stock function, patched at all of its bindings or at none.
+
+    `signature` says how the text to compare with the release table is read: the first line of a
+    nanobind docstring, or `inspect.signature`. `factory` is a `context.Factory` as `module:name`,
+    imported when the slot is about to be patched.
+    """
+
+    name: str
+    bindings: tuple[Binding, ...]
+    signature: SignatureKind
+    factory: str
+
+
+SLOTS = (
+    Slot(
+        name="cutlass_int8_dequant",
+        # The host reads `_C` as a module global at each call and binds the function nowhere else.
+        bindings=(Binding("comfy_kitchen.backends.cuda", "_C", "cutlass_int8_dequant"),),
+        signature="nanobind",
+        factory="ck_patch.ops.cutlass_int8_dequant:build",
+    ),
+)

@@ -99,23 +99,31 @@ def _match(slot: Slot, expected: str) -> Match:
             return Match(None, (), f"{binding} is missing")
         owners.append(owner)
         found.append(function)
-    stock = found[0]
     for binding, function in zip(slot.bindings, found, strict=True):
-        if function is not stock:
+        if function is not found[0]:
             return Match(None, (), f"{binding} is not {slot.bindings[0]}")
-    if slot.signature == "nanobind" and hasattr(stock, "__wrapped__"):
-        # A compiled function wraps nothing: this is another patcher's, and its to keep.
-        return Match(None, (), f"another patcher was here first ({name_of(stock)})")
-    text = _signature(stock, slot)
-    if text != expected:
-        return Match(None, (), f"its signature is not the known one: {text}")
-    return Match(stock, tuple(owners), "its signature is the known one")
+    reason = objection(slot, found[0], expected)
+    if reason is not None:
+        return Match(None, (), reason)
+    return Match(found[0], tuple(owners), "its signature is the known one")
 
 
-def _signature(function: Function, slot: Slot) -> str:
+def objection(slot: Slot, function: object, expected: str) -> str | None:
+    """Why this is not the host's own function with the signature we know; None when it is."""
+    if not callable(function):
+        return f"it is not a function but {type(function).__name__}"
     if slot.signature == "nanobind":
-        return (function.__doc__ or "").partition("\n")[0]
-    return str(inspect.signature(function))
+        # A compiled function wraps nothing.
+        own = not hasattr(function, "__wrapped__")
+        text = (function.__doc__ or "").partition("\n")[0]
+    else:
+        # functools.wraps copies the name of the module, but not where the code really lives.
+        home = sys.modules.get(slot.bindings[0].module)
+        own = getattr(function, "__globals__", None) is vars(home)
+        text = str(inspect.signature(function))
+    if not own:
+        return f"another patcher was here first ({name_of(function)})"
+    return None if text == expected else f"its signature is not the known one: {text!r}"
 
 
 def name_of(function: object) -> str:

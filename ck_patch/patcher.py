@@ -54,19 +54,23 @@ class _Entry:
     original: Function
     ours: Function
 
-    def live(self) -> object:
-        """What a caller of the host finds now: the host may have been reloaded since."""
-        return getattr(self.binding.find_owner(), self.binding.attribute, None)
-
 
 @dataclass(frozen=True)
 class _Patch:
     """One patched slot. It is kept inactive when another patcher held on to a part of it."""
 
+    slot: Slot
+    signature: str
     replacement: Replacement
     entries: tuple[_Entry, ...]
     reason: str
     active: bool = True
+
+    def is_covered_by(self, entry: _Entry, live: object) -> bool:
+        """Whether another patcher put `live` where ours was; else it is the host's own."""
+        if live is None or live is entry.ours or live is entry.original:
+            return False
+        return guard.objection(self.slot, live, self.signature) is not None
 
 
 class Patcher:
@@ -137,7 +141,7 @@ class Patcher:
             )
 
     def _unknown_slots(self, wanted: settings.Settings) -> list[str]:
-        known = {slot.name for slot in self._slots}
+        known = [slot.name for slot in self._slots]
         return [
             f"{settings.SLOTS.name} names {name!r}, which is no slot; there are: {', '.join(known)}"
             for name in wanted.slots or ()
@@ -167,7 +171,8 @@ class Patcher:
             for binding, owner in zip(slot.bindings, match.owners, strict=True)
         )
         # The ledger comes first: whatever interrupts the next lines, it knows what to put back.
-        self._patches[slot.name] = _Patch(replacement, entries, match.reason)
+        signature = plan.release.signatures[slot.name]
+        self._patches[slot.name] = _Patch(slot, signature, replacement, entries, match.reason)
         try:
             for entry in entries:
                 setattr(entry.owner, entry.binding.attribute, ours)
@@ -181,10 +186,16 @@ class Patcher:
         patch = self._patches.pop(slot.name, None)
         if patch is None:
             return
-        covered = tuple(entry for entry in patch.entries if not _restore(entry))
+        covered = []
+        for entry in patch.entries:
+            live = getattr(entry.owner, entry.binding.attribute, None)
+            if live is entry.ours:
+                setattr(entry.owner, entry.binding.attribute, entry.original)
+            elif patch.is_covered_by(entry, live):
+                covered.append(entry)
         patch.replacement.deactivate()
         if covered:
-            self._patches[slot.name] = replace(patch, entries=covered, active=False)
+            self._patches[slot.name] = replace(patch, entries=tuple(covered), active=False)
         for entry in covered:
             _, reason = self._state(slot)
             log.warn(f"covered {entry.binding}", f"{slot.name} cannot be taken out: {reason}")
@@ -195,12 +206,13 @@ class Patcher:
             return "stock", self._refusals.get(slot.name, "not enabled yet")
         passing = "" if patch.active else ", which passes every call to stock"
         for entry in patch.entries:
-            owner, live = entry.binding.find_owner(), entry.live()
+            owner = entry.binding.find_owner()
+            live = getattr(owner, entry.binding.attribute, None)
             if live is entry.ours:
                 continue
-            if live is entry.original or owner is not entry.owner:
-                return "stock", f"{entry.binding} was reloaded or put back; enable() patches it"
-            return "covered", f"{guard.name_of(live)} sits on top of ours{passing}"
+            if owner is entry.owner and patch.is_covered_by(entry, live):
+                return "covered", f"{guard.name_of(live)} sits on top of ours{passing}"
+            return "stock", f"{entry.binding} was reloaded or put back; enable() patches it"
         if patch.active:
             return "patched", patch.reason
         return "stock", f"ours is still in place{passing}; disable() takes it out"
@@ -230,15 +242,6 @@ def _plan(slot: Slot, wanted: settings.Settings, host: guard.Host) -> _Plan | st
     except guard.BROKEN as error:
         return f"its op cannot be loaded ({guard.describe(error)})"
     return _Plan(factory, wanted, host.release, host.check_first)
-
-
-def _restore(entry: _Entry) -> bool:
-    """Put the original back if ours is there; False when something else is."""
-    live = getattr(entry.owner, entry.binding.attribute, None)
-    if live is entry.ours:
-        setattr(entry.owner, entry.binding.attribute, entry.original)
-        return True
-    return live is entry.original or live is None
 
 
 _PATCHER = Patcher()

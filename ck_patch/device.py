@@ -1,0 +1,74 @@
+"""Device profiles: what a route needs to know of a GPU, queried once per device and not before."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """A device as the policy sees it. `kind` is "cuda", "interpreter" (the CPU, with Triton's
+    interpreter on) or "other"; shared_memory is bytes per block, opted in."""
+
+    kind: Literal["cuda", "interpreter", "other"]
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    sm_count: int = 1
+    shared_memory: int = 0
+
+    @property
+    def architecture(self) -> str:
+        """For example `sm_89`."""
+        return f"sm_{self.capability[0]}{self.capability[1]}" if self.kind == "cuda" else self.kind
+
+
+def interpreting() -> bool:
+    """Whether Triton was told to interpret kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def profile(index: int) -> DeviceProfile:
+    """The profile of CUDA device `index`, or of the CPU for -1. Initializes CUDA for a GPU.
+
+    Raises RuntimeError where torch does.
+    """
+    import torch
+
+    if index < 0:
+        return DeviceProfile("interpreter" if interpreting() else "other", "CPU")
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None or interpreting():
+        # The interpreter would copy every tensor to the CPU.
+        return DeviceProfile("other", properties.name)
+    return DeviceProfile(
+        "cuda",
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+# One GPU of each class that INT8 models run on, for tables and tests: shared memory per block from
+# the CUDA programming guide's table of compute capabilities, SM counts from the vendor's data.
+KNOWN = (
+    DeviceProfile("cuda", "Tesla P100", (6, 0), 56, 48 * KIB),
+    DeviceProfile("cuda", "GeForce GTX 1080 Ti", (6, 1), 28, 48 * KIB),
+    DeviceProfile("cuda", "Tesla V100", (7, 0), 80, 96 * KIB),
+    DeviceProfile("cuda", "GeForce GTX 1660 SUPER", (7, 5), 22, 64 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 2080 Ti", (7, 5), 68, 64 * KIB),
+    DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB),
+    DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB),
+    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB),
+    DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB),
+    DeviceProfile("cuda", "GB10", (12, 1), 48, 99 * KIB),
+)

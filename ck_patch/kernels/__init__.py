@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers; they know no policy, no environment and no comfy_kitchen."""

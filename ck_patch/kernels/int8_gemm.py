@@ -1,0 +1,104 @@
+"""The INT8 GEMM with fused dequantization that loads through plain pointers: it runs everywhere.
+
+d[m, n] = acc[m, n] * x_scale[m] * w_scale[n] + bias[n],  acc = sum over k of a[m, k] * b[n, k]
+
+a int8 [M, K] and b int8 [N, K], acc int32, scales float32, bias and d float32, float16 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ck_patch.kernels._blocks import dequantize, grouped_tile
+from ck_patch.kernels.launch import Arguments, Gemm, Operands
+from ck_patch.tiles import TileConfig
+
+# Sizes that decide how wide a load or store may be arrive divided by what they are known to be a
+# multiple of (K by 16, N by 8, see route). The compiler sees the factor, so that one binary serves
+# every shape and a new resolution never compiles.
+
+
+@triton.jit(do_not_specialize=["M", "N8", "K16"])
+def _int8_gemm_dequant_kernel(
+    a_ptr,
+    b_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    d_ptr,
+    M,
+    N8,
+    K16,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    N = N8 * 8
+    K = K16 * 16
+    tile_m, tile_n = grouped_tile(
+        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M
+    )
+    m0 = tile_m * BLOCK_M
+    n0 = tile_n * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_m = m < M - m0
+    in_n = n < N - n0
+
+    # M * K, N * K and M * N may exceed 2^31. The start of a tile is one 64-bit scalar; inside the
+    # K loop the offsets are 32-bit, which BLOCK * K cannot exceed for K <= 131,071.
+    a_ptrs = a_ptr + m0.to(tl.int64) * K + (m[:, None] * K + k[None, :])
+    b_ptrs = b_ptr + n0.to(tl.int64) * K + (n[None, :] * K + k[:, None])
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for k0 in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=in_m[:, None], other=0)
+            b = tl.load(b_ptrs, mask=in_n[None, :], other=0)
+        else:
+            in_k = k < K - k0
+            a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0)
+            b = tl.load(b_ptrs, mask=in_n[None, :] & in_k[:, None], other=0)
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+
+    x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
+    w_scale = tl.load(w_scale_ptr + n0 + n, mask=in_n, other=0.0)
+    bias = w_scale
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n0 + n, mask=in_n, other=0.0).to(tl.float32)
+    out = dequantize(acc, x_scale, w_scale, bias, HAS_BIAS)
+    d_ptrs = d_ptr + (m0.to(tl.int64) * N + n0) + (m[:, None].to(tl.int64) * N + n[None, :])
+    tl.store(d_ptrs, out.to(d_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+class PointerGemm(Gemm):
+    """Launches `_int8_gemm_dequant_kernel`, one program per tile."""
+
+    kernel = _int8_gemm_dequant_kernel
+
+    @classmethod
+    def variant(cls, config: TileConfig, k: int) -> object:
+        return k % config.block_k == 0
+
+    def arguments(self, call: Operands) -> Arguments:
+        return self.config.tiles(call.m, call.n), (
+            call.a,
+            call.b,
+            call.x_scale,
+            call.w_scale,
+            # The kernel never reads a bias it does not have, but every pointer needs a value.
+            call.w_scale if call.bias is None else call.bias,
+            call.d,
+            call.m,
+            call.n // 8,
+            call.k // 16,
+            call.bias is not None,
+            self.variant(self.config, call.k),
+            *self.config.blocks,
+        )

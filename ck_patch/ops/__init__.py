@@ -1,0 +1,1 @@
+"""Drop-in functions for entries of comfy_kitchen, one module each."""

@@ -1,0 +1,103 @@
+"""Tile configurations of the INT8 GEMM: which exist, which fit a device, which one a shape gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["pointer", "tma", "persistent"]
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One way to run the GEMM: the kernel family, its tile, and how it is pipelined."""
+
+    family: Family
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int
+
+    @property
+    def name(self) -> str:
+        """For example `tma-128x128x128-w4-s3-g16`."""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{self.family}-{tile}-w{self.num_warps}-s{self.num_stages}-g{self.group_m}"
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        """BLOCK_M, BLOCK_N, BLOCK_K and GROUP_M, in the order of the kernels' parameters."""
+        return self.block_m, self.block_n, self.block_k, self.group_m
+
+    def tiles(self, m: int, n: int) -> int:
+        """Number of output tiles."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
+    def shared_memory(self, out_bytes: int) -> int:
+        """Bytes of shared memory a program needs at the most, `out_bytes` being the size of one
+        output element. tests/kernels compares it with what the compiler reports."""
+        pipeline = self.num_stages * (self.block_m + self.block_n) * self.block_k
+        barriers = 2 * KIB
+        if self.family == "persistent":
+            # Half a tile waits for its store while the next tile's loads fill the pipeline.
+            return pipeline + self.block_m * self.block_n // 2 * out_bytes + barriers
+        # The epilogue's change of layout reuses the pipeline's buffers.
+        return max(pipeline, self.block_m * self.block_n * out_bytes) + barriers
+
+
+def fits(config: TileConfig, shared_memory: int, capability: tuple[int, int], out_bytes: int) -> bool:
+    """Whether a device of that capability, with that many bytes of shared memory per block, can
+    run the configuration. TMA came with sm_90."""
+    if config.family != "pointer" and capability < (9, 0):
+        return False
+    return config.shared_memory(out_bytes) <= shared_memory
+
+
+# One program of the interpreter walks a tile in Python: few, small ones are quickest.
+INTERPRETER = TileConfig("pointer", 32, 32, 32, 4, 1, 8)
+
+# The `mma.sync` class, sm_80 and newer but sm_90 and sm_100. 4 warps reach 834 TOPS where 8 reach
+# 681 (compiled for sm_80, run on one H200: FIELD figures of 2026); 64 KiB of shared memory fit all.
+MMA_SYNC = TileConfig("pointer", 128, 128, 64, 4, 4, 8)
+MMA_SYNC_SKINNY = TileConfig("pointer", 16, 64, 128, 4, 4, 8)
+
+# GB10, DGX Spark: about 170 of 196 TOPS where stock has 72 (public report on 0.2.31, M >= 128).
+GB10 = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
+
+# sm_90, from a sweep of 41 configurations over 54 shapes (all of shapes.json and some small ones)
+# on one H200, 2026-11-30, torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40, CUDA graph timing.
+# The rule below chose within 0.6% of the best of them (geometric mean).
+HOPPER_SKINNY = TileConfig("pointer", 16, 64, 256, 4, 4, 8)
+HOPPER_SMALL = TileConfig("tma", 64, 64, 256, 4, 3, 8)
+HOPPER_MIDDLE = TileConfig("tma", 64, 128, 128, 4, 4, 8)
+# Two programs to an SM: the best for most shapes.
+HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
+HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
+HOPPER_PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
+
+
+def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig:
+    """The configuration that sm_90 runs a shape with."""
+    if m <= 16:
+        return HOPPER_SKINNY
+    if HOPPER.tiles(m, n) < sm_count:
+        # Fewer tiles than SMs: the smallest tile that still runs in one wave, two to an SM.
+        for config in (HOPPER_SMALL, HOPPER_MIDDLE):
+            if config.tiles(m, n) <= 2 * sm_count:
+                return config
+        return HOPPER
+    if k >= 13312 and n <= 6144 and m >= 4096:
+        return HOPPER_DEEP
+    # Staging half a tile of float32 would not fit beside four stages.
+    if m >= 32768 and out_bytes == 2:
+        return HOPPER_PERSISTENT
+    return HOPPER
+
+
+def mma_sync(m: int) -> TileConfig:
+    """The configuration that the `mma.sync` class runs M rows with."""
+    return MMA_SYNC_SKINNY if m <= 16 else MMA_SYNC

@@ -166,7 +166,7 @@ def _missing_requirement(path: str | None) -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return "torch is not loaded"
-    if getattr(torch.version, "hip", None):
+    if getattr(getattr(torch, "version", None), "hip", None):
         return "torch is built for ROCm"
     return _wrapt_problem() or _triton_problem()
 

@@ -145,11 +145,11 @@ def _installed_version(path: str | None) -> tuple[str | None, str]:
     An interrupted upgrade leaves two: which of them the code is cannot be told.
     """
     found = [
-        (os.path.abspath(str(distribution.locate_file(_PACKAGE))), distribution.version)
+        (os.path.abspath(str(distribution.locate_file(_PACKAGE))), _version(distribution))
         for distribution in metadata.distributions(name=_DISTRIBUTION)
     ]
     beside = [version for place, version in found if place == path]
-    versions = sorted({str(version) for version in beside or [version for _, version in found]})
+    versions = sorted(set(beside or [version for _, version in found]))
     if len(versions) == 1:
         return versions[0], ""
     if versions:
@@ -157,6 +157,15 @@ def _installed_version(path: str | None) -> tuple[str | None, str]:
     if path is None:
         return None, "comfy-kitchen is not installed"
     return None, "comfy_kitchen is loaded but has no distribution metadata, so no version"
+
+
+def _version(distribution: metadata.Distribution) -> str:
+    # Asking for a header that is missing gives None, a warning or KeyError, by Python version; and
+    # get() is promised from 3.12 on only.
+    headers = distribution.metadata
+    if "Version" not in headers:
+        return ""
+    return headers["Version"]
 
 
 def _missing_requirement(path: str | None) -> str | None:

@@ -26,7 +26,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wrapt.FunctionWrapper = type("FunctionWrapper", (), {})
     for module in (ModuleType("torch"), wrapt, ModuleType("triton")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    rest = [path for path in sys.path if not list(Path(path).glob("comfy_kitchen-*.dist-info"))]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *rest])
     return tmp_path
 
 
@@ -93,7 +94,7 @@ def test_the_distribution_beside_the_loaded_package_counts(
 ) -> None:
     distribution(site, released("0.2.40"))
     distribution(site / "elsewhere", released("0.2.12"))
-    monkeypatch.setattr(sys, "path", [str(site / "elsewhere"), str(site)])
+    monkeypatch.setattr(sys, "path", [str(site / "elsewhere"), *sys.path])
     assert guard.examine_host().version == "0.2.40"
 
 
@@ -101,7 +102,7 @@ def test_an_editable_installation_has_its_metadata_elsewhere(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distribution(site / "elsewhere", released("0.2.40"))
-    monkeypatch.setattr(sys, "path", [str(site / "elsewhere")])
+    monkeypatch.setattr(sys, "path", [str(site / "elsewhere"), *sys.path])
     assert guard.examine_host().release is not None
 
 

@@ -17,6 +17,7 @@ from ck_patch.slots import Slot
 
 _DISTRIBUTION = "comfy-kitchen"
 _PACKAGE = "comfy_kitchen"
+_TESTED = f"{releases.OLDEST} to {releases.NEWEST}"
 
 # What a broken installation of somebody else can raise at us. KeyboardInterrupt is the user's.
 BROKEN = (Exception, SystemExit)
@@ -53,77 +54,79 @@ def examine_host() -> Host:
     """Look at the installed distribution, the loaded package and what the ops need."""
     path: str | None = None
     version: str | None = None
+
+    def refuse(reason: str) -> Host:
+        return Host(version, path, None, False, reason)
+
     try:
         path = _package_path()
         version, problem = _installed_version(path)
         if version is None:
-            return Host(None, path, None, False, problem)
+            return refuse(problem)
         parsed = Version(version)
         release = releases.release_for(parsed)
         if release is None:
-            reason = f"comfy-kitchen {version} is older than {releases.OLDEST}, the oldest tested"
-            return Host(version, path, None, False, reason)
+            return refuse(f"{_DISTRIBUTION} {version} is older than the tested {_TESTED}")
         missing = _missing_requirement(path)
-        if missing:
-            return Host(version, path, None, False, missing)
-        if releases.is_newer_than_tested(parsed):
-            reason = f"comfy-kitchen {version} is newer than {releases.NEWEST}, the newest tested"
-            return Host(version, path, release, True, reason)
-        reason = f"comfy-kitchen {version} is within {releases.OLDEST} to {releases.NEWEST}"
-        return Host(version, path, release, False, reason)
+        if missing is not None:
+            return refuse(missing)
     except InvalidVersion:
-        reason = f"comfy-kitchen calls its version {version!r}, which is none"
+        return refuse(f"{_DISTRIBUTION} calls its version {version!r}, which is none")
     except BROKEN as error:
-        reason = f"the installation of comfy-kitchen cannot be read ({describe(error)})"
-    return Host(version, path, None, False, reason)
+        return refuse(f"the installation of {_DISTRIBUTION} cannot be read ({describe(error)})")
+    newer = releases.is_newer_than_tested(parsed)
+    place = "newer than the tested" if newer else "within the tested"
+    return Host(version, path, release, newer, f"{_DISTRIBUTION} {version} is {place} {_TESTED}")
 
 
 def examine_slot(slot: Slot, release: releases.Release) -> Match:
     """Look at the live function of a slot: present, untouched, and of the signature we know."""
+
+    def refuse(reason: str) -> Match:
+        return Match(None, (), reason)
+
     expected = release.signatures.get(slot.name)
     if expected is None:
-        return Match(None, (), f"not known for comfy-kitchen {release.first} and later")
-    try:
-        return _match(slot, expected)
-    except BROKEN as error:
-        return Match(None, (), f"cannot be looked at ({describe(error)})")
-
-
-def _match(slot: Slot, expected: str) -> Match:
+        return refuse(f"not known for {_DISTRIBUTION} {release.first} and later")
     owners: list[object] = []
     found: list[Function] = []
     for binding in slot.bindings:
-        owner = binding.find_owner()
-        function = getattr(owner, binding.attribute, None)
+        try:
+            owner = binding.find_owner()
+            function = getattr(owner, binding.attribute, None)
+        except BROKEN as error:
+            return refuse(f"{binding} cannot be looked at ({describe(error)})")
         if owner is None or function is None:
-            return Match(None, (), f"{binding} is missing")
+            return refuse(f"{binding} is missing")
+        if found and function is not found[0]:
+            return refuse(f"{binding} is not {slot.bindings[0]}")
         owners.append(owner)
         found.append(function)
-    for binding, function in zip(slot.bindings, found, strict=True):
-        if function is not found[0]:
-            return Match(None, (), f"{binding} is not {slot.bindings[0]}")
     reason = objection(slot, found[0], expected)
     if reason is not None:
-        return Match(None, (), reason)
+        return refuse(f"{slot.bindings[0]} {reason}")
     return Match(found[0], tuple(owners), "its signature is the known one")
 
 
 def objection(slot: Slot, function: object, expected: str) -> str | None:
     """Why this is not the host's own function with the signature we know; None when it is."""
-    if not callable(function):
-        return f"it is not a function but {type(function).__name__}"
-    if slot.signature == "nanobind":
-        # A compiled function wraps nothing.
-        own = not hasattr(function, "__wrapped__")
-        text = (function.__doc__ or "").partition("\n")[0]
-    else:
-        # functools.wraps copies the name of the module, but not where the code really lives.
-        home = sys.modules.get(slot.bindings[0].module)
-        own = getattr(function, "__globals__", None) is vars(home)
-        text = str(inspect.signature(function))
-    if not own:
-        return f"another patcher was here first ({name_of(function)})"
-    return None if text == expected else f"its signature is not the known one: {text!r}"
+    try:
+        if not callable(function):
+            return f"is not a function but {type(function).__name__}"
+        if slot.signature == "nanobind":
+            # A compiled function wraps nothing.
+            own = not hasattr(function, "__wrapped__")
+            text = (function.__doc__ or "").partition("\n")[0]
+        else:
+            # functools.wraps copies the name of the module, but not where the code really lives.
+            home = sys.modules[slot.bindings[0].module]
+            own = getattr(function, "__globals__", None) is vars(home)
+            text = str(inspect.signature(function))
+        if not own:
+            return f"was replaced by another patcher ({name_of(function)})"
+        return None if text == expected else f"has another signature than the known one: {text!r}"
+    except BROKEN as error:
+        return f"cannot be looked at ({describe(error)})"
 
 
 def name_of(function: object) -> str:
@@ -153,10 +156,10 @@ def _installed_version(path: str | None) -> tuple[str | None, str]:
     if len(versions) == 1:
         return versions[0], ""
     if versions:
-        return None, f"comfy-kitchen is installed in more than one version: {', '.join(versions)}"
+        return None, f"{_DISTRIBUTION} is installed in more than one version: {', '.join(versions)}"
     if path is None:
-        return None, "comfy-kitchen is not installed"
-    return None, "comfy_kitchen is loaded but has no distribution metadata, so no version"
+        return None, f"{_DISTRIBUTION} is not installed"
+    return None, f"{_PACKAGE} is loaded but has no distribution metadata, so no version"
 
 
 def _version(distribution: metadata.Distribution) -> str:
@@ -171,7 +174,7 @@ def _version(distribution: metadata.Distribution) -> str:
 def _missing_requirement(path: str | None) -> str | None:
     """The first thing that the ops cannot do without, or None."""
     if path is None:
-        return "comfy_kitchen has not been imported"
+        return f"{_PACKAGE} has not been imported"
     torch = sys.modules.get("torch")
     if torch is None:
         return "torch is not loaded"

@@ -206,8 +206,11 @@ class Patcher:
             return "stock", self._refusals.get(slot.name, "not enabled yet")
         passing = "" if patch.active else ", which passes every call to stock"
         for entry in patch.entries:
-            owner = entry.binding.find_owner()
-            live = getattr(owner, entry.binding.attribute, None)
+            try:
+                owner = entry.binding.find_owner()
+                live = getattr(owner, entry.binding.attribute, None)
+            except guard.BROKEN as error:
+                return "stock", f"{entry.binding} cannot be looked at ({guard.describe(error)})"
             if live is entry.ours:
                 continue
             if owner is entry.owner and patch.is_covered_by(entry, live):

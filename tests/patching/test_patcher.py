@@ -224,7 +224,7 @@ def test_a_patcher_that_was_there_first_keeps_its_place(host: FakeHost, both: Pa
     both.enable()
     assert host.extension.compute is first
     assert states(both) == {"compute": "stock", "linear": "patched"}
-    assert "another patcher was here first" in reasons(both)["compute"]
+    assert "was replaced by another patcher" in reasons(both)["compute"]
 
 
 def test_a_patcher_that_hides_the_signature_keeps_its_place(host: FakeHost, both: Patcher) -> None:
@@ -234,7 +234,7 @@ def test_a_patcher_that_hides_the_signature_keeps_its_place(host: FakeHost, both
     host.extension.compute = first
     both.enable()
     assert host.extension.compute is first
-    assert "its signature is not the known one" in reasons(both)["compute"]
+    assert "has another signature" in reasons(both)["compute"]
 
 
 def test_a_proxy_around_the_extension_does_not_hide_what_is_patched(
@@ -249,6 +249,23 @@ def test_a_proxy_around_the_extension_does_not_hide_what_is_patched(
     assert states(both)["compute"] == "patched"
     both.disable()
     assert host.extension.compute is host.compute
+
+
+def test_what_raises_when_looked_at_hinders_neither_status_nor_disable(
+    host: FakeHost, both: Patcher
+) -> None:
+    class Raises:
+        def __getattribute__(self, name: str) -> Any:
+            raise SystemExit(name)
+
+    both.enable()
+    host.extension.compute = on_top = Raises()
+    host.module._C = Raises()
+    assert states(both)["linear"] == "patched"
+    assert "cannot be looked at (SystemExit: compute)" in reasons(both)["compute"]
+    both.disable()
+    assert host.extension.compute is on_top
+    assert host.module.linear is host.linear
 
 
 def test_a_reload_of_the_host_shows_and_enable_patches_again(

@@ -129,7 +129,7 @@ for version in {versions!r}:
     )
     for version, seen, check_first in result[:3]:
         assert seen["state"] == "stock", version
-        assert seen["reason"].endswith(f"{version} is older than 0.2.31, the oldest tested")
+        assert seen["reason"].endswith(f"{version} is older than the tested 0.2.31 to 0.2.40")
         assert seen["changed"] == []
         assert not check_first
     for version, seen, check_first in result[3:7] + result[-1:]:
@@ -197,7 +197,10 @@ CHANGES = {
     "the extension failed to load": ("cuda._C = None", "_C.cutlass_int8_dequant is missing"),
     "there is no extension": ("del cuda._C", "_C.cutlass_int8_dequant is missing"),
     "the entry is gone": ("del vars(cuda._C)[NAME]", "_C.cutlass_int8_dequant is missing"),
-    "the entry is no function": ("vars(cuda._C)[NAME] = 3", "not a function but int"),
+    "the entry is no function": (
+        "vars(cuda._C)[NAME] = 3",
+        "cutlass_int8_dequant is not a function but int",
+    ),
     "the module is gone": (
         "del sys.modules['comfy_kitchen.backends.cuda']",
         "_C.cutlass_int8_dequant is missing",
@@ -205,20 +208,20 @@ CHANGES = {
     "the signature is another": (
         "stub = lambda *args: True; stub.__doc__ = STOCK[NAME].__doc__.replace('bias', 'beta'); "
         "vars(cuda._C)[NAME] = stub",
-        "its signature is not the known one",
+        "has another signature than the known one",
     ),
     "there is no signature": (
         "vars(cuda._C)[NAME] = lambda *args: True",
-        "its signature is not the known one: ''",
+        "has another signature than the known one: ''",
     ),
     "looking at it raises": (
         "cuda._C = type('Raises', (), {'__getattr__': lambda *_: 1 / 0})()",
-        "cannot be looked at (ZeroDivisionError: division by zero)",
+        "_C.cutlass_int8_dequant cannot be looked at (ZeroDivisionError: division by zero)",
     ),
     "another patcher was first": (
         "import functools; first = functools.wraps(STOCK[NAME])(lambda *args: True); "
         "vars(cuda._C)[NAME] = first",
-        "another patcher was here first",
+        "was replaced by another patcher",
     ),
 }
 

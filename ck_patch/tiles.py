@@ -68,28 +68,48 @@ MMA_SYNC_SKINNY = TileConfig("pointer", 16, 64, 128, 4, 4, 8)
 # GB10, DGX Spark: about 170 of 196 TOPS where stock has 72 (public report on 0.2.31, M >= 128).
 GB10 = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 
-# sm_90, from a sweep of 41 configurations over 54 shapes (all of shapes.json and some small ones)
-# on one H200, 2026-11-30, torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40, CUDA graph timing.
-# The rule below chose within 0.6% of the best of them (geometric mean).
-HOPPER_SKINNY = TileConfig("pointer", 16, 64, 256, 4, 4, 8)
-HOPPER_SMALL = TileConfig("tma", 64, 64, 256, 4, 3, 8)
-HOPPER_MIDDLE = TileConfig("tma", 64, 128, 128, 4, 4, 8)
-# Two programs to an SM: the best for most shapes.
+# sm_90, measured on one H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40
+# and CUDA graph timing: 41 configurations on 54 shapes (all of shapes.json and some small ones) for
+# the large, 13 on 126 shapes (M 1 to 1024) for the small.
 HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
 HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
 HOPPER_PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
 
 
+@dataclass(frozen=True)
+class WaveCost:
+    """Measured cost of a configuration: a launch of one wave takes `fixed_us` and, for each 1024
+    of K, the entry of `wave_us` for the number of programs that share an SM."""
+
+    config: TileConfig
+    fixed_us: float
+    wave_us: tuple[float, ...]
+
+    def estimate(self, m: int, n: int, k: int, sm_count: int) -> float:
+        """Microseconds of a GEMM that its arithmetic bounds, not the memory."""
+        per_sm = -(-self.config.tiles(m, n) // sm_count)
+        full, rest = divmod(per_sm, len(self.wave_us))
+        waves = full * self.wave_us[-1] + (self.wave_us[rest - 1] if rest else 0.0)
+        return self.fixed_us + k / 1024 * waves
+
+
+# The cheapest by this estimate was within 0.1% of the fastest of these five on the 126 shapes.
+HOPPER_SMALL = (
+    WaveCost(TileConfig("pointer", 16, 32, 512, 4, 3, 8), 2.6, (0.89, 1.36, 1.94)),
+    WaveCost(TileConfig("pointer", 16, 64, 256, 4, 4, 8), 2.5, (1.43, 1.9, 2.6)),
+    WaveCost(TileConfig("pointer", 64, 64, 256, 4, 3, 8), 1.8, (1.95, 2.37)),
+    WaveCost(TileConfig("pointer", 64, 128, 128, 4, 4, 8), 2.7, (2.97, 3.37)),
+    WaveCost(TileConfig("pointer", 128, 128, 128, 4, 3, 16), 2.8, (4.75, 5.55)),
+)
+
+# About 100 us of GPU time: from here on the host's time for making descriptors is hidden.
+_LARGE = 2**36
+
+
 def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig:
     """The configuration that sm_90 runs a shape with."""
-    if m <= 16:
-        return HOPPER_SKINNY
-    if HOPPER.tiles(m, n) < sm_count:
-        # Fewer tiles than SMs: the smallest tile that still runs in one wave, two to an SM.
-        for config in (HOPPER_SMALL, HOPPER_MIDDLE):
-            if config.tiles(m, n) <= 2 * sm_count:
-                return config
-        return HOPPER
+    if m * n * k < _LARGE:
+        return min(HOPPER_SMALL, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
     if k >= 13312 and n <= 6144 and m >= 4096:
         return HOPPER_DEEP
     # Staging half a tile of float32 would not fit beside four stages.

@@ -16,6 +16,15 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write what the GPU tests measured and compared to FILE, as JSON",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are; ask torch only when a test needs one."""
     needs = {"gpu": 1, "gpu2": 2}

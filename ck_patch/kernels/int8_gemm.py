@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ck_patch.kernels._blocks import dequantize, grouped_tile
-from ck_patch.kernels.launch import Arguments, Gemm, Operands
+from ck_patch.kernels.launch import Gemm
 from ck_patch.tiles import TileConfig
 
 # Sizes that decide how wide a load or store may be arrive divided by what they are known to be a
@@ -86,19 +86,5 @@ class PointerGemm(Gemm):
     def variant(cls, config: TileConfig, k: int) -> object:
         return k % config.block_k == 0
 
-    def arguments(self, call: Operands) -> Arguments:
-        return self.config.tiles(call.m, call.n), (
-            call.a,
-            call.b,
-            call.x_scale,
-            call.w_scale,
-            # The kernel never reads a bias it does not have, but every pointer needs a value.
-            call.w_scale if call.bias is None else call.bias,
-            call.d,
-            call.m,
-            call.n // 8,
-            call.k // 16,
-            call.bias is not None,
-            self.variant(self.config, call.k),
-            *self.config.blocks,
-        )
+    def constants(self, k: int) -> tuple[int, ...]:
+        return k % self.config.block_k == 0, *self.config.blocks

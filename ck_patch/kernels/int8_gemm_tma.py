@@ -7,13 +7,16 @@ main loop; it also reads zeros beyond the edge, so that no load needs a mask.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ck_patch.kernels._blocks import dequantize, grouped_tile
-from ck_patch.kernels.launch import Arguments, Gemm, Operands
+from ck_patch.kernels.launch import Gemm
 
 
 @triton.jit(do_not_specialize=["M", "N8", "K16"])
@@ -139,39 +142,25 @@ class TmaGemm(Gemm):
 
     kernel = _int8_gemm_dequant_tma_kernel
 
-    def arguments(self, call: Operands) -> Arguments:
-        return self.config.tiles(call.m, call.n), (
-            _descriptor(call.a, self.config.block_m, self.config.block_k),
-            _descriptor(call.b, self.config.block_n, self.config.block_k),
-            call.x_scale,
-            call.w_scale,
-            call.w_scale if call.bias is None else call.bias,
-            call.d,
-            call.m,
-            call.n // 8,
-            call.k // 16,
-            call.bias is not None,
-            *self.config.blocks,
+    def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
+        return (
+            _descriptor(tensors[0], self.config.block_m, self.config.block_k),
+            _descriptor(tensors[1], self.config.block_n, self.config.block_k),
+            *pointers[2:],
         )
 
 
-class PersistentGemm(Gemm):
+class PersistentGemm(TmaGemm):
     """Launches `_int8_gemm_dequant_persistent_kernel`, one program per SM."""
 
     kernel = _int8_gemm_dequant_persistent_kernel
 
-    def arguments(self, call: Operands) -> Arguments:
-        return min(self.sm_count, self.config.tiles(call.m, call.n)), (
-            _descriptor(call.a, self.config.block_m, self.config.block_k),
-            _descriptor(call.b, self.config.block_n, self.config.block_k),
-            call.x_scale,
-            call.w_scale,
-            call.w_scale if call.bias is None else call.bias,
-            _descriptor(call.d, self.config.block_m, self.config.block_n // 2),
-            call.m,
-            call.n // 8,
-            call.k // 16,
-            call.bias is not None,
-            self.sm_count,
-            *self.config.blocks,
-        )
+    def programs(self, m: int, n: int) -> int:
+        return min(self.sm_count, self.config.tiles(m, n))
+
+    def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
+        d = _descriptor(tensors[5], self.config.block_m, self.config.block_n // 2)
+        return *super().operands(tensors, pointers)[:5], d
+
+    def constants(self, k: int) -> tuple[int, ...]:
+        return self.sm_count, *self.config.blocks

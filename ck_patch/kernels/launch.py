@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ck_patch.tiles import TileConfig
-
-Arguments = tuple[int, tuple[Any, ...]]
-"""Number of programs, then a value for every parameter of the kernel, constexpr ones included."""
-
 
 @dataclass(frozen=True)
 class Operands:
@@ -47,12 +44,18 @@ class Operands:
         return Operands(self.a[first:last], self.b, x_scale, self.w_scale, self.bias, out)
 
 
+Launch = Callable[[Sequence[torch.Tensor], Sequence[int], int], None]
+"""Launches a bound GEMM on the tensors a, b, x_scale, w_scale, bias (any tensor where there is
+none) and d, given once more as addresses, on a raw CUDA stream of the current device."""
+
+
 class Gemm:
     """One tile configuration of one kernel, for one device, one set of dtypes and one `variant`.
 
-    The first call compiles through Triton's dispatcher. Further calls launch the compiled kernel
-    itself, which skips the dispatcher's inspection of every argument. That is sound because nothing
-    else about the arguments may vary: no integer is specialised on, and `Operands` are aligned.
+    `compile` goes through Triton's dispatcher, which inspects every argument at every call. What
+    `bind` returns launches the compiled kernel itself, with addresses for tensors, which the
+    launcher takes as they are. That is sound because nothing else about the arguments may vary: no
+    integer is specialised on, and `Operands` are aligned.
     """
 
     kernel: ClassVar[Any]
@@ -67,24 +70,45 @@ class Gemm:
         """What besides device and dtypes selects a binary; calls of one Gemm must agree on it."""
         return None
 
-    def arguments(self, call: Operands) -> Arguments:
-        """Grid and kernel arguments of one call."""
-        raise NotImplementedError
+    def programs(self, m: int, n: int) -> int:
+        """Size of the grid."""
+        return self.config.tiles(m, n)
 
-    def __call__(self, call: Operands, stream: int) -> None:
-        """Run the GEMM on `stream`, a raw CUDA stream of the current device.
+    def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
+        """The kernel's leading six arguments, from tensors and from what stands for their
+        addresses."""
+        return pointers
 
-        For the first call it must be the current stream too: Triton's dispatcher takes no other.
-        """
-        programs, values = self.arguments(call)
-        if self._compiled is not None:
-            self._compiled[programs, 1, 1](*values, stream=stream)
-            return
+    def constants(self, k: int) -> tuple[int, ...]:
+        """The kernel's constexpr arguments after HAS_BIAS."""
+        return self.config.blocks
+
+    def _sizes(self, call: Operands) -> tuple[int, ...]:
+        has_bias = call.bias is not None
+        return call.m, call.n // 8, call.k // 16, has_bias, *self.constants(call.k)
+
+    def run(self, call: Operands) -> None:
+        """Compile if need be and run on the current stream of the current device."""
+        # The kernel never reads a bias it does not have, but every pointer needs a value.
+        bias = call.w_scale if call.bias is None else call.bias
+        tensors = (call.a, call.b, call.x_scale, call.w_scale, bias, call.d)
         # Triton's interpreter compiles nothing and returns None.
-        self._compiled = self.kernel[programs, 1, 1](
-            *values,
+        self._compiled = self.kernel[self.programs(call.m, call.n), 1, 1](
+            *self.operands(tensors, tensors),
+            *self._sizes(call),
             num_warps=self.config.num_warps,
             num_stages=self.config.num_stages,
             # `dequantize` says which operations are fused.
             enable_fp_fusion=False,
         )
+
+    def bind(self, call: Operands) -> Launch:
+        """The launch of calls of the same shape; `run` must have compiled the kernel."""
+        runner = self._compiled[self.programs(call.m, call.n), 1, 1]
+        sizes = self._sizes(call)
+        operands = self.operands
+
+        def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> None:
+            runner(*operands(tensors, pointers), *sizes, stream=stream)
+
+        return launch

@@ -16,7 +16,7 @@ from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext
 from ck_patch.device import profile
 from ck_patch.dlpack import open_capsules, renewed
-from ck_patch.kernels.launch import Gemm, Operands
+from ck_patch.kernels.launch import Gemm, Launch, Operands
 from ck_patch.route import GemmCall, Route, decide, device_reason
 
 OPERATION = "cutlass_int8_dequant"
@@ -33,20 +33,26 @@ _CHECKED_ROWS = 128
 _MAX_PLANS = 4096
 
 
-@dataclass
-class _Plan:
-    """What was decided for one shape, and the kernel that it needs, shared with other shapes."""
-
-    route: Route
-    kernel: _Kernel | None
-
-
 class _Kernel:
-    """A GEMM that may be used once its first result was equal to stock's."""
+    """A GEMM, and whether its first result was equal to stock's."""
 
     def __init__(self, gemm: Gemm) -> None:
         self.gemm = gemm
         self.proven = False
+
+
+@dataclass
+class _Plan:
+    """What was decided for one shape.
+
+    `kernel` is None where the call goes to stock. `launch` is there once the kernel is proven;
+    `guarded` says that the tensors' device may not be the current one.
+    """
+
+    device: int
+    kernel: _Kernel | None
+    guarded: bool
+    launch: Launch | None = None
 
 
 class CutlassInt8Dequant:
@@ -67,7 +73,7 @@ class CutlassInt8Dequant:
         self._plans: dict[tuple[object, ...], _Plan] = {}
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         self._first_use = threading.Lock()
-        self._useful: bool | None = None
+        self._reviewed = False
         self._active = True
         self._function = wrapt.FunctionWrapper(stock, self._call)
 
@@ -86,38 +92,42 @@ class CutlassInt8Dequant:
         if not self._active or kwargs or len(args) != 8:
             return stock(*args, **kwargs)
         opened = open_capsules(args[:6])
-        device: int | None = None
-        try:
-            operands = _operands(opened, args[6])
-            if operands is not None:
-                device = operands.a.get_device()
-                if self._compute(operands, device, args[7]):
+        key = _key(opened, args[6])
+        if key is not None:
+            device = cast("torch.Tensor", opened[0]).get_device()
+            try:
+                plan = self._plans.get(key) or self._make_plan(key, opened, args[6])
+                if plan.kernel is not None and self._run(plan, opened, args[7]):
                     return True
-        except Exception as error:
-            self._failed(error, device)
+            except Exception as error:
+                self._failed(error, device)
         return stock(*renewed(args[:6], opened), *args[6:])
 
-    def _compute(self, operands: Operands, device: int, stream: int) -> bool:
+    def _run(self, plan: _Plan, opened: Sequence[Any], stream: int) -> bool:
         """Write `d` and return True, or leave the call to stock."""
-        if self._useful is None:
-            self._review()
-        if self._breaker.reason(OPERATION, device) is not None:
+        pointers = [tensor.data_ptr() for tensor in opened]
+        if _misaligned(pointers):
             return False
-        plan = self._plan(operands, device)
-        kernel = plan.kernel
-        if kernel is None:
-            return False
-        if device < 0:
-            kernel.gemm(operands, stream)
-            return True
-        if torch.cuda.current_device() != device:
-            with torch.cuda.device(device):
-                return self._launch(kernel, operands, device, stream)
-        return self._launch(kernel, operands, device, stream)
+        if plan.guarded and torch.cuda.current_device() != plan.device:
+            with torch.cuda.device(plan.device):
+                return self._launch(plan, opened, pointers, stream)
+        return self._launch(plan, opened, pointers, stream)
 
-    def _launch(self, kernel: _Kernel, operands: Operands, device: int, stream: int) -> bool:
-        if kernel.proven:
-            kernel.gemm(operands, stream)
+    def _launch(
+        self, plan: _Plan, opened: Sequence[Any], pointers: Sequence[int], stream: int
+    ) -> bool:
+        if plan.launch is None:
+            kernel = cast(_Kernel, plan.kernel)
+            if not kernel.proven:
+                return self._prove(kernel, plan.device, _operands(opened), stream)
+            plan.launch = kernel.gemm.bind(_operands(opened))
+        plan.launch(opened, pointers, stream)
+        return True
+
+    def _prove(self, kernel: _Kernel, device: int, operands: Operands, stream: int) -> bool:
+        """Run a kernel that is new to this device, and compare its result with stock's."""
+        if device < 0:  # The interpreter: nothing to compile, and stock refuses CPU tensors.
+            kernel.gemm.run(operands)
             return True
         # Another thread compiles this or another kernel: stock is quicker than to wait for it.
         if not self._first_use.acquire(blocking=False):
@@ -127,18 +137,17 @@ class CutlassInt8Dequant:
                 # Compiling, loading a module and comparing are all forbidden under capture.
                 if torch.cuda.is_current_stream_capturing():
                     return False
-                kernel.gemm(operands, stream)
-                verdict = self._equals_stock(operands, stream)
+                kernel.gemm.run(operands)
+                fault = self._compare(operands, stream)
         finally:
             self._first_use.release()
-        if verdict is False:
-            self._open_breaker(device, f"{kernel.gemm.config.name} differs from stock")
-            return False
-        kernel.proven = verdict is True
-        return verdict is True
+        kernel.proven = fault is None
+        if fault is not None:
+            self._open_breaker(device, f"{kernel.gemm.config.name} {fault}")
+        return kernel.proven
 
-    def _equals_stock(self, operands: Operands, stream: int) -> bool | None:
-        """Whether `d` is what stock writes, in its first and last rows; None if stock declines.
+    def _compare(self, operands: Operands, stream: int) -> str | None:
+        """What is wrong with `d` in its first and last rows, measured by stock; None if nothing.
 
         A row of stock's does not depend on the other rows, so that the comparison needs no second
         output. NaN equals NaN: the inputs may hold some.
@@ -148,70 +157,70 @@ class CutlassInt8Dequant:
             bias = operands.d.new_empty(0)
         elif self._bias_float32:
             bias = bias.float()
-        rows = min(operands.m, _CHECKED_ROWS)
         # Rows of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
-        for first in {0, (operands.m - rows) // 16 * 16}:
-            ours = operands.d[first : first + rows]
-            part = operands.rows(first, first + rows, torch.full_like(ours, torch.nan))
+        tail = max(0, operands.m - _CHECKED_ROWS) // 16 * 16
+        for first, last in {(0, min(operands.m, _CHECKED_ROWS)), (tail, operands.m)}:
+            ours = operands.d[first:last]
+            part = operands.rows(first, last, torch.full_like(ours, torch.nan))
             values = (part.a, part.b, part.x_scale, part.w_scale, bias, part.d)
             capsules = renewed([None] * len(values), values)
             if not self._stock(*capsules, _CODES[part.d.dtype], stream):
-                return None
+                return "cannot be compared: stock declines the same call"
             if not bool(((ours == part.d) | (ours.isnan() & part.d.isnan())).all()):
-                return False
-        return True
+                return "differs from stock"
+        return None
 
-    def _plan(self, operands: Operands, device: int) -> _Plan:
-        bias = operands.bias
-        bias_dtype = None if bias is None else bias.dtype
-        key = (
-            device,
-            operands.m,
-            operands.n,
-            operands.k,
-            operands.d.dtype,
-            bias_dtype,
-            _aligned(operands),
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._make_plan(operands, device)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+    def _make_plan(
+        self, key: tuple[object, ...], opened: Sequence[object], code: object
+    ) -> _Plan:
+        if not self._reviewed:
+            self._review()
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        plan = self._plans[key] = self._decide(opened, code)
         return plan
 
-    def _make_plan(self, operands: Operands, device: int) -> _Plan:
-        d, bias = operands.d, operands.bias
-        call = GemmCall(
-            operands.m,
-            operands.n,
-            operands.k,
-            _DTYPE_NAMES[d.dtype],
-            None if bias is None else _DTYPE_NAMES[bias.dtype],
-            accepts_bias=bias is None or self._bias_float32 or bias.dtype == d.dtype,
-            aligned=_aligned(operands),
-        )
+    def _decide(self, opened: Sequence[Any], code: object) -> _Plan:
+        device = opened[0].get_device()
+        stays = _Plan(device, None, False)
+        if not _well_formed(opened, code):
+            return stays
+        operands = _operands(opened)
         gpu = profile(device)
+        call = self._describe(operands)
         route = decide(call, gpu, self._int8)
+        broken = self._breaker.reason(OPERATION, device)
+        if broken is not None:
+            route = Route(None, broken)
         if log.paths_wanted():
-            with_bias = "no bias" if bias is None else f"{call.bias_dtype} bias"
+            bias = "no" if call.bias_dtype is None else call.bias_dtype
             log.path(
-                f"{OPERATION} {call.m}x{call.n}x{call.k} {call.out_dtype}, {with_bias}, "
+                f"{OPERATION} {call.m}x{call.n}x{call.k}, {call.out_dtype} output, {bias} bias, "
                 f"on {gpu.name}: {route.path} ({route.reason})"
             )
         if route.config is None:
-            return _Plan(route, None)
+            return stays
         # Triton is imported by the first call that needs it, and no earlier.
         from ck_patch.kernels.registry import GEMMS
 
         gemm = GEMMS[route.config.family]()
         variant = gemm.variant(route.config, call.k)
-        key = (device, route.config, d.dtype, call.bias_dtype, variant)
+        key = (device, route.config, call.out_dtype, call.bias_dtype, variant)
         kernel = self._kernels.setdefault(key, _Kernel(gemm(route.config, gpu.sm_count)))
-        return _Plan(route, kernel)
+        return _Plan(device, kernel, guarded=device >= 0 and torch.cuda.device_count() > 1)
 
-    def _failed(self, error: Exception, device: int | None) -> None:
+    def _describe(self, operands: Operands) -> GemmCall:
+        bias = operands.bias
+        return GemmCall(
+            operands.m,
+            operands.n,
+            operands.k,
+            _DTYPE_NAMES[operands.d.dtype],
+            None if bias is None else _DTYPE_NAMES[bias.dtype],
+            accepts_bias=bias is None or self._bias_float32 or bias.dtype == operands.d.dtype,
+        )
+
+    def _failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
         failure = classify(error)
         if failure == "sticky":
@@ -222,61 +231,97 @@ class CutlassInt8Dequant:
         lines = str(error).strip().splitlines() or [""]
         self._open_breaker(device, f"{type(error).__name__}: {lines[0]}")
 
-    def _open_breaker(self, device: int | None, reason: str) -> None:
+    def _open_breaker(self, device: int, reason: str) -> None:
         if self._breaker.open(OPERATION, device, reason):
             log.warn(
                 f"{OPERATION} breaker {device}",
                 f"{OPERATION} stays on stock on device {device} ({reason}); "
                 "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
             )
+        self._plans.clear()
         self._review()
 
     def _review(self) -> None:
         """Pass calls straight to stock from now on if no device of this process can use ours."""
+        self._reviewed = True
         indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else (-1,)
-        self._useful = any(
-            self._breaker.reason(OPERATION, index) is None
-            and device_reason(profile(index), self._int8) is None
+        if all(
+            self._breaker.reason(OPERATION, index) is not None
+            or device_reason(profile(index), self._int8) is not None
             for index in indices
-        )
-        if not self._useful:
+        ):
             self.deactivate()
 
 
-def _operands(opened: Sequence[object], code: object) -> Operands | None:
-    """The operands of a call that keeps stock's contract to the letter, or None."""
-    if not all(type(value) is torch.Tensor for value in opened):
+def _key(opened: Sequence[Any], code: object) -> tuple[object, ...] | None:
+    """All that a plan depends on, addresses aside; None unless all six are tensors.
+
+    This runs at every call: plain attribute reads, and everything that can be told from them is
+    decided once per key.
+    """
+    a, b, xs, ws, bias, d = opened
+    if not type(a) is type(b) is type(xs) is type(ws) is type(bias) is type(d) is torch.Tensor:
         return None
-    a, b, xs, ws, bias, d = cast("Sequence[torch.Tensor]", opened)
+    return (
+        code,
+        a.shape,
+        b.shape,
+        xs.shape,
+        ws.shape,
+        bias.shape,
+        d.shape,
+        a.dtype,
+        b.dtype,
+        xs.dtype,
+        ws.dtype,
+        bias.dtype,
+        d.dtype,
+        a.device,
+        b.device,
+        xs.device,
+        ws.device,
+        bias.device,
+        d.device,
+        a.is_contiguous()
+        and b.is_contiguous()
+        and xs.is_contiguous()
+        and ws.is_contiguous()
+        and bias.is_contiguous()
+        and d.is_contiguous(),
+    )
+
+
+def _well_formed(opened: Sequence[torch.Tensor], code: object) -> bool:
+    """Whether a call keeps stock's contract to the letter; stock answers the others itself."""
+    a, b, xs, ws, bias, d = opened
     if a.dim() != 2 or b.dim() != 2:
-        return None
+        return False
     m, k = a.shape
     n = b.shape[0]
-    device = a.get_device()
-    if (
-        b.shape[1] != k
-        or d.shape != (m, n)
-        or xs.numel() != m
-        or ws.numel() != n
-        or bias.numel() not in (0, n)
-        or a.dtype != torch.int8
-        or b.dtype != torch.int8
-        or xs.dtype != torch.float32
-        or ws.dtype != torch.float32
-        or d.dtype != _OUT_DTYPES.get(cast(int, code))
-        or bias.dtype not in _DTYPE_NAMES
-    ):
-        return None
-    if not all(t.is_contiguous() and t.get_device() == device for t in (a, b, xs, ws, bias, d)):
-        return None
+    return (
+        b.shape[1] == k
+        and d.shape == (m, n)
+        and xs.numel() == m
+        and ws.numel() == n
+        and bias.numel() in (0, n)
+        and a.dtype == b.dtype == torch.int8
+        and xs.dtype == ws.dtype == torch.float32
+        and d.dtype == _OUT_DTYPES.get(cast(int, code))
+        and bias.dtype in _DTYPE_NAMES
+        and all(t.is_contiguous() and t.device == a.device for t in opened)
+    )
+
+
+def _operands(opened: Sequence[torch.Tensor]) -> Operands:
+    a, b, xs, ws, bias, d = opened
     return Operands(a, b, xs, ws, bias if bias.numel() else None, d)
 
 
-def _aligned(operands: Operands) -> bool:
-    """Whether every tensor starts on 16 bytes, which vector loads and the copy engine need."""
-    tensors = (operands.a, operands.b, operands.x_scale, operands.w_scale, operands.d)
-    bias = 0 if operands.bias is None else operands.bias.data_ptr()
-    return not any(tensor.data_ptr() % 16 for tensor in tensors) and bias % 16 == 0
+def _misaligned(pointers: Sequence[int]) -> int:
+    """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
+    an empty bias starts at zero."""
+    a, b, xs, ws, bias, d = pointers
+    return (a | b | xs | ws | bias | d) & 15
 
 
 def build(stock: Function, context: OpContext) -> CutlassInt8Dequant:

@@ -1,0 +1,116 @@
+"""Speed on a GPU: CUDA graph timing of the entry and of stock, interleaved, on the same inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ck_patch import shapes
+from ck_patch.measure import graph_times, host_times
+from tests.gpu.conftest import Record
+from tests.gpu.slot import entry, random_call, stock, stock_bias_dtype
+from tests.gpu.test_equal import path_of
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+SMALL = [(m, n, k) for n, k in ((4096, 4096), (3072, 3072)) for m in (8, 17, 40, 64, 77, 128, 200)]
+EDGES = [(129, 3072, 3072), (256, 3072, 12288), (700, 2048, 2048), (1024, 1032, 2064)]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def fp8_limit(m: int, n: int, k: int) -> Any:
+    """cuBLAS FP8 of the same operand width: what the chip does at the most. None where unknown."""
+    if torch.cuda.get_device_capability() < (8, 9) or m < 16 or k % 16 or n % 16:
+        return None
+    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    xs, ws = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+    return lambda: torch._scaled_mm(a, b.T, xs, ws, out_dtype=BF16)
+
+
+def test_the_gemm_is_faster_than_stock_on_every_model_shape(record: Record) -> None:
+    speedups: dict[shapes.Shape, float] = {}
+    limits = []
+    for m, n, k in [*shapes.unique(), *SMALL, *EDGES]:
+        call = random_call(m, n, k, BF16, stock_bias_dtype(BF16))
+        _, theirs = call.run(stock())
+        _, d = call.run(entry())
+        equal = torch.equal(d, theirs)
+        functions: dict[str, Any] = {
+            "stock": lambda call=call, d=d: call.into(stock(), d),
+            "ours": lambda call=call, d=d: call.into(entry(), d),
+        }
+        limit = fp8_limit(m, n, k)
+        if limit is not None:
+            functions["fp8"] = limit
+        times = graph_times(functions, rounds=5)
+        speedups[m, n, k] = times["stock"] / times["ours"]
+        fp8 = times.get("fp8")
+        if m >= 1024 and fp8:
+            limits.append(fp8 / times["ours"])
+        record.add(
+            "gemm",
+            op="gemm",
+            m=m,
+            n=n,
+            k=k,
+            timing="graph",
+            path=path_of(m, n, k, BF16),
+            stock_ms=round(times["stock"], 5),
+            ours_ms=round(times["ours"], 5),
+            fp8_ms=None if fp8 is None else round(fp8, 5),
+            tops=round(2e-9 * m * n * k / times["ours"], 1),
+            speedup=round(speedups[m, n, k], 3),
+            equal=equal,
+        )
+        assert equal
+    large = geometric_mean([s for (m, _, _), s in speedups.items() if m >= 1024])
+    worst = min(speedups, key=lambda shape: speedups[shape])
+    record.add(
+        "summary",
+        geometric_mean_over_stock_m_1024=round(large, 3),
+        geometric_mean_over_fp8_m_1024=round(geometric_mean(limits), 3) if limits else None,
+        worst_over_stock=round(speedups[worst], 3),
+        worst_shape=worst,
+    )
+    assert large >= 1.35
+    assert speedups[worst] >= 0.98
+
+
+def test_host_time_of_one_call_is_reported(record: Record) -> None:
+    import comfy_kitchen
+
+    import ck_patch
+
+    call = random_call(64, 256, 256, BF16, stock_bias_dtype(BF16))
+    _, d = call.run(entry())
+    large = random_call(1024, 256, 256, BF16, stock_bias_dtype(BF16))
+    x = torch.randn(64, 256, device="cuda", dtype=BF16)
+    slot = host_times(
+        {
+            "stock": lambda: call.into(stock(), d),
+            "ours": lambda: call.into(entry(), d),
+            "capsules": lambda: [torch.utils.dlpack.to_dlpack(call.a) for _ in range(6)],
+        }
+    )
+    record.add("host_us", op="slot", **{name: round(us, 1) for name, us in slot.items()})
+    del large
+
+    def linear() -> object:
+        return comfy_kitchen.int8_linear(x, call.b, call.ws, call.bias, BF16)
+
+    ours = host_times({"ours": linear})["ours"]
+    ck_patch.disable()
+    theirs = host_times({"stock": linear})["stock"]
+    ck_patch.enable()
+    again = host_times({"ours": linear})["ours"]
+    record.add(
+        "host_us", op="int8_linear", stock=round(theirs, 1), ours=round(min(ours, again), 1)
+    )

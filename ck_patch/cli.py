@@ -1,0 +1,75 @@
+"""The command line: `ck-patch`, and `python -m ck_patch` all the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ck_patch
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a usage error exits with 2."""
+    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # A path may hold letters that the terminal's encoding lacks: show them escaped.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    # Imported by whoever runs it: each must work where what the other needs is broken.
+    if options.command == "info":
+        from ck_patch import info
+
+        return info.run(as_json=options.json)
+    from ck_patch import demo
+
+    return demo.run(json_path=options.json, shapes=options.shape)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ck-patch",
+        description="Faster INT8 for comfy_kitchen: what is patched here, and proof that it works.",
+    )
+    parser.add_argument("--version", action="version", version=f"ck_patch {ck_patch.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    info = commands.add_parser(
+        "info",
+        help="say what is installed, what is patched or why not, and which route each GPU takes",
+    )
+    info.add_argument("--json", action="store_true", help="print one JSON document instead")
+    demo = commands.add_parser(
+        "demo",
+        help="run the patched INT8 GEMM against stock and BF16; without a GPU, in Triton's "
+        "interpreter against an exact reference",
+    )
+    demo.add_argument(
+        "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
+    )
+    demo.add_argument(
+        "--shape",
+        metavar="MxNxK",
+        type=_shape,
+        action="append",
+        help="run this shape instead of the usual ones (x is [M, K], weight is [N, K]); repeatable",
+    )
+    return parser
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        # Found out now and not after minutes of measuring.
+        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+    return path
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text} is not of the form MxNxK")
+    m, n, k = map(int, sizes)
+    if min(m, n, k) < 1:
+        raise argparse.ArgumentTypeError(f"{text} has nothing to compute")
+    return m, n, k

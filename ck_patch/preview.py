@@ -1,0 +1,64 @@
+"""Which route a device would take for a handful of model shapes; needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ck_patch import route
+from ck_patch.device import DeviceProfile
+from ck_patch.shapes import Shape
+
+SHAPES: tuple[tuple[str, Shape], ...] = (
+    ("MiniMax H3", (37296, 21504, 5376)),
+    ("MiniMax H3", (37296, 5376, 14336)),
+    ("LTX 2.5", (25900, 4096, 16384)),
+    ("LTX 2.5", (1024, 4096, 4096)),
+    ("Qwen-Image", (4096, 12288, 3072)),
+    ("Qwen-Image", (4096, 3072, 3072)),
+    ("Qwen-Image", (77, 3072, 3072)),
+)
+"""Large and small layers of `data/shapes.json`, each with the name of its model."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The route of one shape, with bfloat16 output and no bias."""
+
+    model: str
+    m: int
+    n: int
+    k: int
+    path: str
+    reason: str
+
+    @property
+    def shape(self) -> str:
+        """For example `37296x21504x5376`."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+def choices(device: DeviceProfile, int8: str) -> tuple[Choice, ...]:
+    """The routes on `device` under CK_PATCH_INT8=`int8`."""
+    found = []
+    for model, (m, n, k) in SHAPES:
+        chosen = route.decide(route.GemmCall(m, n, k, "bfloat16"), device, int8)
+        found.append(Choice(model, m, n, k, chosen.path, chosen.reason))
+    return tuple(found)
+
+
+def grouped(found: Sequence[Choice]) -> list[tuple[str, str, str]]:
+    """Shapes, path and reason, in one row for all shapes that share both; the most shapes last."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for choice in found:
+        rows.setdefault((choice.path, choice.reason), []).append(choice.shape)
+    ordered = sorted(rows.items(), key=lambda row: len(row[1]))
+    return [
+        (_text(shapes, len(found), last=row == ordered[-1][0]), *row) for row, shapes in ordered
+    ]
+
+
+def _text(shapes: Sequence[str], total: int, last: bool) -> str:
+    if len(shapes) == total:
+        return "all"
+    return "the others" if last and len(shapes) > 2 else " ".join(shapes)

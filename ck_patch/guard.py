@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -129,10 +130,12 @@ def objection(slot: Slot, function: object, expected: str) -> str | None:
         return f"cannot be looked at ({describe(error)})"
 
 
-def name_of(function: object) -> str:
-    """Module and name of a function, as far as it tells."""
-    module = getattr(function, "__module__", None) or "?"
-    return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+def name_of(function: Any) -> str:
+    """Module and name of a function, or of its class where it has none."""
+    try:
+        return f"{function.__module__}.{function.__qualname__}"
+    except BROKEN:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
 
 
 def _package_path() -> str | None:
@@ -187,9 +190,8 @@ def _wrapt_problem() -> str | None:
     try:
         import wrapt
 
-        if isinstance(wrapt.FunctionWrapper, type):
-            return None
-        return "wrapt has no usable FunctionWrapper"
+        usable = isinstance(getattr(wrapt, "FunctionWrapper", None), type)
+        return None if usable else "wrapt has no usable FunctionWrapper"
     except BROKEN as error:
         return f"wrapt cannot be used ({describe(error)})"
 

@@ -56,11 +56,21 @@ class _Entry:
 
 
 @dataclass(frozen=True)
+class _Plan:
+    """What a slot is to be patched with."""
+
+    factory: Factory
+    settings: settings.Settings
+    release: releases.Release
+    check_first: bool
+
+
+@dataclass(frozen=True)
 class _Patch:
     """One patched slot. It is kept inactive when another patcher held on to a part of it."""
 
     slot: Slot
-    signature: str
+    plan: _Plan
     replacement: Replacement
     entries: tuple[_Entry, ...]
     reason: str
@@ -70,7 +80,8 @@ class _Patch:
         """Whether another patcher put `live` where ours was; else it is the host's own."""
         if live is None or live is entry.ours or live is entry.original:
             return False
-        return guard.objection(self.slot, live, self.signature) is not None
+        signature = self.plan.release.signatures[self.slot.name]
+        return guard.objection(self.slot, live, signature) is not None
 
 
 class Patcher:
@@ -80,15 +91,16 @@ class Patcher:
         self._slots = slots
         self._lock = threading.RLock()
         self._breaker = Breaker()
+        self._wanted: settings.Settings | None = None
         self._patches: dict[str, _Patch] = {}
         self._refusals: dict[str, str] = {}
 
     def enable(self) -> None:
         """Patch every slot that the settings want and the guard allows; never raises.
 
-        The settings are read anew. The environment wins over the call: with CK_PATCH=0, or for a
-        slot that CK_PATCH_SLOTS leaves out, this puts stock back. Calling it again changes nothing
-        that is patched, and patches anew what a reload of the host undid.
+        The settings are read anew, and the environment wins over the call: with CK_PATCH=0, or for
+        a slot that CK_PATCH_SLOTS leaves out, this puts stock back. Called again it changes nothing
+        that is already as it should be; it patches anew what a reload of the host undid.
         """
         wanted = settings.load()
         log.configure(wanted.log)
@@ -99,6 +111,7 @@ class Patcher:
         host = guard.examine_host()
         plans = [(slot, _plan(slot, wanted, host)) for slot in self._slots]
         with self._lock:
+            self._wanted = wanted
             for slot, plan in plans:
                 try:
                     refusal = self._converge(slot, plan)
@@ -127,7 +140,7 @@ class Patcher:
         with self._lock:
             return Status(
                 version=ck_patch.__version__,
-                settings=settings.load(),
+                settings=self._wanted or settings.load(),
                 host_version=host.version,
                 host_path=host.path,
                 host_reason=host.reason,
@@ -154,8 +167,10 @@ class Patcher:
             self._take_out(slot)
             return plan
         patch = self._patches.get(slot.name)
-        if patch is not None and patch.active and self._state(slot)[0] != "stock":
-            return ""
+        if patch is not None and patch.active:
+            state, _ = self._state(slot)
+            if state == "covered" or (state == "patched" and patch.plan == plan):
+                return ""
         self._take_out(slot)
         return self._install(slot, plan)
 
@@ -171,8 +186,7 @@ class Patcher:
             for binding, owner in zip(slot.bindings, match.owners, strict=True)
         )
         # The ledger comes first: whatever interrupts the next lines, it knows what to put back.
-        signature = plan.release.signatures[slot.name]
-        self._patches[slot.name] = _Patch(slot, signature, replacement, entries, match.reason)
+        self._patches[slot.name] = _Patch(slot, plan, replacement, entries, match.reason)
         try:
             for entry in entries:
                 setattr(entry.owner, entry.binding.attribute, ours)
@@ -219,16 +233,6 @@ class Patcher:
         if patch.active:
             return "patched", patch.reason
         return "stock", f"ours is still in place{passing}; disable() takes it out"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a slot is to be patched with."""
-
-    factory: Factory
-    settings: settings.Settings
-    release: releases.Release
-    check_first: bool
 
 
 def _plan(slot: Slot, wanted: settings.Settings, host: guard.Host) -> _Plan | str:

@@ -37,7 +37,9 @@ def _in_child(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    # The real ones carry the answers of the server; compiled code prints to the descriptor.
     sys.stdin, sys.stdout = io.StringIO(), sys.stderr
+    os.dup2(2, 1)
     os.environ.pop("CK_PATCH", None)
     os.environ.update(request["env"])
     if request["site"]:

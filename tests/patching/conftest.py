@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ck_patch import guard, patcher, releases
+from ck_patch import guard, log, patcher, releases, settings
 from ck_patch.slots import Binding, Slot
 
 from . import probe_op
@@ -82,15 +82,13 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[probe_op.Probe]:
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start from the default settings, whatever the developer's shell says."""
-    for name in ("CK_PATCH", "CK_PATCH_INT8", "CK_PATCH_SLOTS", "CK_PATCH_LOG"):
-        monkeypatch.delenv(name, raising=False)
+    for variable in settings.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget which lines were written."""
-    from ck_patch import log
-
+    """Forget which lines were written, and end at the default level."""
     monkeypatch.setattr(log, "_seen", set())
     yield
     log.configure("info")

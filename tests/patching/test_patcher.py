@@ -116,6 +116,21 @@ def test_the_op_is_built_with_settings_breaker_and_release(
     assert [opened.reason for opened in both.status().breakers] == ["it broke"]
 
 
+def test_changed_settings_take_effect_at_the_next_enable(
+    host: FakeHost, both: Patcher, probes: list[Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.enable()
+    monkeypatch.setenv("CK_PATCH_INT8", "stock")
+    assert both.status().settings.int8 == "auto"
+    both.enable()
+    assert both.status().settings.int8 == "stock"
+    assert [probe.context.settings.int8 for probe in probes] == ["auto", "auto", "stock", "stock"]
+    assert [probe.active for probe in probes] == [False, False, True, True]
+    assert host.extension.compute is probes[2].function
+    both.disable()
+    assert host.extension.compute is host.compute
+
+
 def test_breakers_are_closed_by_disable_and_enable(
     host: FakeHost, both: Patcher, probes: list[Probe]
 ) -> None:
@@ -179,7 +194,7 @@ def test_another_patcher_on_top_stays_and_is_named(
     assert "sits on top of ours" in reasons(both)["compute"]
     both.enable()
     assert host.extension.compute is on_top
-    assert probes[0].active
+    assert [probe.active for probe in probes] == [True, True]
 
     both.disable()
     assert host.extension.compute is on_top
@@ -263,6 +278,8 @@ def test_what_raises_when_looked_at_hinders_neither_status_nor_disable(
     host.module._C = Raises()
     assert states(both)["linear"] == "patched"
     assert "cannot be looked at (SystemExit: compute)" in reasons(both)["compute"]
+    host.module._C = host.extension
+    assert states(both)["compute"] == "covered"
     both.disable()
     assert host.extension.compute is on_top
     assert host.module.linear is host.linear

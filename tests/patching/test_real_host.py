@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 # Loads the host, remembers what is stock, and reports the slot from the outside (identity) and
 # from the inside (status).
 PRELUDE = """
-import gc, json, sys, types
+import json, sys, types
 import comfy_kitchen
 from comfy_kitchen.backends import cuda
 import ck_patch
@@ -88,6 +88,38 @@ result = {"early": early, "state": slot.state, "live": type(cuda._C.cutlass_int8
 """
     )
     assert result == {"early": False, "state": "patched", "live": "FunctionWrapper"}
+
+
+def test_threads_that_import_and_enable_at_once_neither_block_nor_patch_twice(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    result = warm_interpreter.run(
+        """
+import threading
+import ck_patch, ck_patch._bootstrap
+ck_patch._bootstrap.start()
+together = threading.Barrier(8)
+def work(number):
+    together.wait()
+    if number % 2:
+        import comfy_kitchen
+    for _ in range(20):
+        ck_patch.enable()
+        ck_patch.status()
+threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+from comfy_kitchen.backends import cuda
+live = cuda._C.cutlass_int8_dequant
+result = {"blocked": sum(thread.is_alive() for thread in threads),
+          "below": type(live.__wrapped__).__name__}
+ck_patch.disable()
+result["back"] = cuda._C.cutlass_int8_dequant is live.__wrapped__
+"""
+    )
+    assert result == {"blocked": 0, "below": "nb_func", "back": True}
 
 
 @pytest.mark.parametrize(

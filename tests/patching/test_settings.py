@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ck_patch import settings
+from ck_patch import _bootstrap, settings
 from ck_patch.settings import Settings, load
 
 
@@ -70,6 +70,17 @@ def test_a_bad_value_means_the_default_and_says_so(name: str, text: str, problem
     loaded = load({name: text})
     assert loaded.problems == (problem,)
     assert loaded == Settings(problems=(problem,))
+
+
+@pytest.mark.parametrize("word", ["0", "false", "OFF", " No "])
+def test_the_bootstrap_understands_the_same_words(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """It decides before the settings are imported, with a list of its own."""
+    monkeypatch.setenv("CK_PATCH", word)
+    assert not load().enabled
+    _bootstrap.start()
+    assert _bootstrap.outcome == "switched off by CK_PATCH"
 
 
 def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

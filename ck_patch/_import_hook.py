@@ -82,7 +82,7 @@ class Finder:
         except BaseException:
             pass  # the host's import succeeds whatever a callback does
         try:  # noqa: SIM105, contextlib is one more import
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
         except ValueError:
             pass  # somebody else took it out
 
@@ -101,7 +101,7 @@ class Loader:
 
     def exec_module(self, module: "ModuleType") -> None:
         """Put the real loader back, run the module with it, and tell the finder."""
-        spec = module.__spec__
+        spec: Any = module.__spec__
         if spec is not None and spec.loader is self:
             spec.loader = self._real
         if getattr(module, "__loader__", None) is self:
@@ -121,4 +121,4 @@ def is_waiting() -> bool:
 def call_after_import(name: str, callback: "Callable[[], None]") -> None:
     """Call back once when the module `name` has been imported; does nothing if one waits."""
     if not is_waiting():
-        sys.meta_path.insert(0, Finder(name, callback))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, Finder(name, callback))

@@ -1,0 +1,97 @@
+"""What a configuration needs, on which devices it fits, and which one a shape gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from ck_patch import shapes, tiles
+from ck_patch.device import KNOWN, DeviceProfile
+from ck_patch.tiles import TileConfig
+from tests import choices
+
+POINTER = TileConfig("pointer", 128, 128, 64, 4, 4, 8)
+TMA = TileConfig("tma", 128, 128, 128, 4, 3, 16)
+PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
+LIMITS = (49152, 65536, 101376, 166912, 232448)
+
+
+def test_a_name_says_everything_about_a_configuration() -> None:
+    assert POINTER.name == "pointer-128x128x64-w4-s4-g8"
+    configs = choices.all_chosen()
+    assert len({config.name for config in configs}) == len(configs)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "count"), [(1, 8, 1), (128, 128, 1), (129, 128, 2), (128, 136, 2), (300, 300, 9)]
+)
+def test_tiles_cover_the_output(m: int, n: int, count: int) -> None:
+    assert POINTER.tiles(m, n) == count
+
+
+def test_shared_memory_holds_the_pipeline_or_the_output_tile() -> None:
+    assert POINTER.shared_memory(2) == 4 * (128 + 128) * 64 + 2048
+    # A tile of float32 is as large as four stages of int8 here.
+    assert POINTER.shared_memory(4) == 128 * 128 * 4 + 2048
+    assert PERSISTENT.shared_memory(2) == 4 * (256 + 128) * 128 + 256 * 128 + 2048
+
+
+@pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("out_bytes", [2, 4])
+def test_a_configuration_fits_exactly_where_its_shared_memory_does(
+    config: TileConfig, limit: int, out_bytes: int
+) -> None:
+    assert tiles.fits(config, limit, (9, 0), out_bytes) == (
+        config.shared_memory(out_bytes) <= limit
+    )
+
+
+@pytest.mark.parametrize("config", [TMA, PERSISTENT], ids=lambda config: config.name)
+def test_the_copy_engine_is_used_from_sm_90_on_only(config: TileConfig) -> None:
+    assert not tiles.fits(config, 1 << 20, (8, 9), 2)
+    assert tiles.fits(config, 1 << 20, (9, 0), 2)
+    assert tiles.fits(POINTER, 1 << 20, (8, 9), 2)
+
+
+@pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
+def test_every_output_dtype_gets_a_configuration_that_fits_on_every_known_gpu(
+    device: DeviceProfile,
+) -> None:
+    for config, out_dtypes in choices.chosen(device).items():
+        for out_dtype in out_dtypes:
+            out_bytes = 4 if out_dtype == "float32" else 2
+            assert tiles.fits(config, device.shared_memory, device.capability, out_bytes)
+
+
+@pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
+def test_a_configuration_is_one_that_triton_can_compile(config: TileConfig) -> None:
+    # Tile sides are powers of two, `tl.dot` of int8 wants K of 32 at least, warps a power of two.
+    for size in (config.block_m, config.block_n, config.block_k, config.num_warps):
+        assert size > 0
+        assert size & (size - 1) == 0
+    assert config.block_m >= 16
+    assert config.block_n >= 16
+    assert config.block_k >= 32
+    assert config.num_warps in (4, 8)
+    # A row of a TMA box spans 256 elements at the most.
+    if config.family != "pointer":
+        assert max(config.block_m, config.block_n, config.block_k) <= 256
+
+
+def test_more_work_never_costs_less() -> None:
+    for cost in tiles.HOPPER_SMALL:
+        times = [cost.estimate(m, 4096, 4096, 132) for m in range(1, 4097, 64)]
+        assert times == sorted(times)
+        assert cost.estimate(64, 4096, 8192, 132) > cost.estimate(64, 4096, 4096, 132)
+        assert cost.estimate(512, 4096, 4096, 66) >= cost.estimate(512, 4096, 4096, 132)
+
+
+def test_a_handful_of_rows_gets_a_low_tile_on_sm_90() -> None:
+    for m in range(1, 17):
+        for _, n, k in shapes.unique():
+            assert tiles.hopper(m, n, k, 132, 2).block_m <= 32
+
+
+@pytest.mark.parametrize(("m", "rows"), [(1, 16), (16, 16), (17, 128), (4096, 128)])
+def test_the_mma_sync_class_has_a_tile_for_few_rows_and_one_for_many(m: int, rows: int) -> None:
+    assert tiles.mma_sync(m).block_m == rows

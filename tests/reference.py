@@ -1,0 +1,87 @@
+"""The exact INT8 GEMM with its float32 epilogue, computed without torch's or Triton's arithmetic.
+
+d[m, n] = round(acc[m, n] * x_scale[m] * w_scale[n] + bias[n]), acc summed in 64-bit integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a machine rounds: whether its FMA rounds once, and whether bfloat16 is cut off."""
+
+    fused: bool
+    truncates_bfloat16: bool
+
+
+GPU = Rounding(fused=True, truncates_bfloat16=False)
+
+
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    rounding: Rounding = GPU,
+) -> torch.Tensor:
+    """`a` int8 [M, K] by `b` int8 [N, K] as stock computes it: every float32 operation rounds to
+    nearest even, once; the output dtype likewise."""
+    acc = a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T
+    xs = x_scale.numpy().reshape(-1, 1)
+    ws = w_scale.numpy().reshape(1, -1)
+    with np.errstate(all="ignore"):
+        scaled = acc.astype(np.float32) * xs
+        if bias is None:
+            out = scaled * ws
+        elif rounding.fused:
+            out = fma(scaled, ws, _float32(bias))
+        else:
+            out = scaled * ws + _float32(bias)
+        return _cast(out, out_dtype, rounding)
+
+
+def fma(x: Floats, y: Floats, z: Floats) -> Floats:
+    """`x * y + z`, rounded once to float32.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd there (Boldo and
+    Melquiond 2008: with more than twice the digits, rounding again is then as good as once).
+    """
+    product = x.astype(np.float64) * y.astype(np.float64)
+    addend = np.broadcast_to(z.astype(np.float64), product.shape)
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    even = total.view(np.int64) % 2 == 0
+    inexact = np.isfinite(total) & (error != 0)
+    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(inexact & even, odd, total).astype(np.float32)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A float tensor as integers, for comparing signs of zeros too; every NaN is the same."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return torch.where(tensor.isnan(), torch.nan, tensor).to(tensor.dtype).view(integers)
+
+
+def _float32(tensor: torch.Tensor) -> Floats:
+    values: Floats = tensor.to(torch.float32).numpy()  # exact: float32 holds the 16-bit types
+    return values.reshape(1, -1)
+
+
+def _cast(values: Floats, dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
+    if dtype == torch.float16:
+        return torch.from_numpy(values.astype(np.float16))
+    if dtype == torch.bfloat16 and rounding.truncates_bfloat16:
+        upper = (values.view(np.uint32) >> 16).astype(np.uint16)
+        return torch.from_numpy(upper.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values).to(dtype)

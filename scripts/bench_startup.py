@@ -72,7 +72,8 @@ def measure(python: str, pairs: int, folder: Path) -> Medians:
             if number >= 0:
                 times[variant].append(taken)
     added = [ours - bare for bare, ours, _ in zip(*times, strict=True)]
-    return Medians(*map(statistics.median, times), statistics.median(added))
+    bare, ours, off = map(statistics.median, times)
+    return Medians(bare, ours, off, statistics.median(added))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,15 @@ import ck_patch
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a usage error exits with 2."""
     options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except BrokenPipeError:
+        # The reader has seen enough. What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         # A path may hold letters that the terminal's encoding lacks: show them escaped.
         if hasattr(stream, "reconfigure"):
@@ -21,10 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "info":
         from ck_patch import info
 
-        return info.run(as_json=options.json)
-    from ck_patch import demo
+        code = info.run(as_json=options.json)
+    else:
+        from ck_patch import demo
 
-    return demo.run(json_path=options.json, shapes=options.shape)
+        code = demo.run(json_path=options.json, shapes=options.shape)
+    sys.stdout.flush()
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

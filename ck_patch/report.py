@@ -50,6 +50,8 @@ def _place(report: Report) -> Lines:
 
 
 def _package(package: Package) -> str:
+    if package.version is None and package.problem and "ModuleNotFound" in package.problem:
+        return "not installed"
     parts = [package.version or "version unknown", package.path or ""]
     if package.problem:
         parts.append(f"cannot be imported ({package.problem})")

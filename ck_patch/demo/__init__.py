@@ -12,6 +12,8 @@ from pathlib import Path
 import ck_patch
 from ck_patch.shapes import Shape
 
+_SLOT = "cutlass_int8_dequant"
+
 
 def run(json_path: Path | None, shapes: Sequence[Shape] | None) -> int:
     """Run it and print tables; 1 if a result is not what was promised, or nothing can be shown."""
@@ -33,7 +35,7 @@ def run(json_path: Path | None, shapes: Sequence[Shape] | None) -> int:
     # Start-up has done so where ck_patch is installed; this makes it true of a checkout too.
     ck_patch.enable()
     status = ck_patch.status()
-    slot = status.slots[0]
+    (slot,) = (slot for slot in status.slots if slot.name == _SLOT)
     if slot.state != "patched":
         return _cannot(f"{slot.name} is not patched: {slot.reason}")
     from ck_patch.stamp import stamp

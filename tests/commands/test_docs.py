@@ -1,0 +1,59 @@
+"""The documents: in step with the code, and every command they promise exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ck_patch import cli, settings
+from tests.conftest import REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+
+
+def test_the_page_of_settings_is_the_table_of_settings() -> None:
+    page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "document_settings.py"))
+    assert page == script["text"](), "run python scripts/document_settings.py"
+    assert all(f"`{variable.name}`" in page for variable in settings.VARIABLES)
+
+
+def test_every_script_the_readme_names_exists() -> None:
+    named = set(re.findall(r"\./(scripts/[\w.]+)", README))
+    assert {"scripts/run.sh", "scripts/test.sh"} <= named
+    assert all(os.access(REPOSITORY / name, os.R_OK) for name in named)
+
+
+def test_every_command_the_readme_names_is_understood() -> None:
+    named = set(re.findall(r"-m ck_patch ([^`\n#|]+)", README))
+    assert {words.split()[0] for words in named} == {"info", "demo"}
+    for words in named:
+        assert cli._parser().parse_args(shlex.split(words)).command in ("info", "demo")
+
+
+def test_every_variable_the_readme_names_exists() -> None:
+    known = {variable.name for variable in settings.VARIABLES} | {"CK_PATCH_PYTHON"}
+    assert set(re.findall(r"\bCK_PATCH\w*", README)) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_test_that_the_page_of_cases_names_exists() -> None:
+    page = (REPOSITORY / "docs" / "cases.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page))
+    assert named
+    for file, test in named:
+        assert (REPOSITORY / file).exists(), file
+        if test:
+            text = (REPOSITORY / file).read_text(encoding="utf-8")
+            assert f"def {test}(" in text, f"{file}::{test}"

@@ -1,0 +1,232 @@
+"""`info`: right about this machine, and unimpressed by whatever is broken on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ck_patch
+from ck_patch import device
+from tests.commands import running
+from tests.conftest import SitePackages, WarmInterpreter
+
+HAS_HOST = importlib.util.find_spec("comfy_kitchen") is not None
+needs_host = pytest.mark.skipif(not HAS_HOST, reason="comfy-kitchen is not installed")
+
+INFO = running.IN_CHILD.format(arguments=["info", "--json"])
+
+
+def parsed(result: Any) -> dict[str, Any]:
+    code, printed = result
+    assert code == 0
+    report: dict[str, Any] = json.loads(printed)
+    return report
+
+
+def slot(report: dict[str, Any], name: str = "cutlass_int8_dequant") -> dict[str, Any]:
+    (found,) = (slot for slot in report["slots"] if slot["name"] == name)
+    return dict(found)
+
+
+def package(report: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (package for package in report["packages"] if package["name"] == name)
+    return dict(found)
+
+
+@needs_host
+def test_the_real_host_is_patched_in_this_process_and_the_report_says_so(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    report = parsed(warm_interpreter.run(INFO))
+    assert report["version"] == ck_patch.__version__
+    assert report["path"] == str(Path(ck_patch.__file__).parent)
+    assert slot(report)["state"] == "patched"
+    for name in ("torch", "triton", "wrapt", "packaging", "comfy_kitchen"):
+        found = package(report, name)
+        assert found["problem"] is None
+        assert found["version"]
+        assert Path(found["path"]).is_dir()
+    assert {"cuda", "eager"} <= {backend["name"] for backend in report["backends"]}
+
+
+@needs_host
+def test_the_text_has_every_section(warm_interpreter: WarmInterpreter) -> None:
+    code, printed = warm_interpreter.run(running.IN_CHILD.format(arguments=["info"]))
+    assert code == 0
+    for part in ("start-up", "site-packages", "Packages", "Slots", "Settings", "CK_PATCH_INT8"):
+        assert part in printed
+    assert re.search("cutlass_int8_dequant +patched: ", printed)
+
+
+@needs_host
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"CK_PATCH": "0"}, "CK_PATCH=0"),
+        ({"CK_PATCH_SLOTS": "other"}, "not in CK_PATCH_SLOTS"),
+    ],
+)
+def test_a_slot_on_stock_says_why(
+    warm_interpreter: WarmInterpreter, variables: dict[str, str], reason: str
+) -> None:
+    report = parsed(warm_interpreter.run(INFO, env=variables))
+    assert (slot(report)["state"], slot(report)["reason"]) == ("stock", reason)
+
+
+def test_settings_that_are_not_understood_are_noted(warm_interpreter: WarmInterpreter) -> None:
+    variables = {"CK_PATCH_INT8": "fast", "CK_PATCH_INT4": "1"}
+    report = parsed(warm_interpreter.run(INFO, env=variables))
+    given = {variable["name"]: variable["given"] for variable in report["settings"]}
+    assert given["CK_PATCH_INT8"] == "fast"
+    assert given["CK_PATCH_LOG"] is None
+    notes = "\n".join(report["notes"])
+    assert "CK_PATCH_INT8='fast' is none of auto, stock, triton, fp16; it means auto" in notes
+    assert "CK_PATCH_INT4 is no variable of ck_patch" in notes
+
+
+FAILURES = {
+    "ImportError": "raise ImportError('DLL load failed')",
+    "OSError": "raise OSError('libcudart.so.13: cannot open')",
+    "SyntaxError": "def",
+    "SystemExit": "raise SystemExit(3)",
+    "RecursionError": "raise RecursionError",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_without_a_usable_torch_the_report_is_whole(tmp_path: Path, failure: str) -> None:
+    (tmp_path / "torch.py").write_text(FAILURES[failure], encoding="utf-8")
+    done = running.ck_patch("info", "--json", first=[tmp_path])
+    report = parsed([done.returncode, done.stdout])
+    assert failure in package(report, "torch")["problem"]
+    assert report["devices"] == []
+    assert report["no_devices"] == "torch cannot be imported"
+    assert {entry["state"] for entry in report["slots"]} == {"stock"}
+
+
+def test_a_leftover_folder_is_not_taken_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    done = running.python("-S", "-m", "ck_patch", "info", "--json", first=[tmp_path])
+    report = parsed([done.returncode, done.stdout])
+    assert package(report, "torch")["problem"] == "is an empty package"
+    assert report["no_devices"]
+
+
+@needs_host
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("triton", "OSError"),
+        ("triton", "SystemExit"),
+        ("wrapt", "SyntaxError"),
+        ("packaging", "ImportError"),
+        ("comfy_kitchen", "SystemExit"),
+        ("comfy_kitchen", "RecursionError"),
+    ],
+)
+def test_any_other_broken_package_is_named_and_the_rest_reported(
+    warm_interpreter: WarmInterpreter, tmp_path: Path, name: str, failure: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(FAILURES[failure], encoding="utf-8")
+    report = parsed(warm_interpreter.run(INFO, first=[tmp_path]))
+    assert failure in package(report, name)["problem"]
+    assert package(report, "torch")["problem"] is None
+    assert all(entry["state"] == "stock" and entry["reason"] for entry in report["slots"])
+    assert report["host"]
+    if name == "comfy_kitchen":
+        assert any("the Python that starts ComfyUI" in note for note in report["notes"])
+
+
+def test_without_any_package_the_report_says_not_installed(
+    warm_interpreter: WarmInterpreter, site_packages: SitePackages
+) -> None:
+    for name in ("comfy_kitchen", "wrapt", "triton"):
+        site_packages.remove(name)
+    script = running.IN_CHILD.format(arguments=["info"])
+    code, printed = warm_interpreter.run(script, site=site_packages.path)
+    assert code == 0
+    assert "comfy_kitchen  not installed" in printed
+    assert "wrapt          not installed" in printed
+
+
+def test_json_is_alone_on_stdout_whatever_an_import_prints(tmp_path: Path) -> None:
+    for name in ("torch", "comfy_kitchen"):
+        text = "print('hello from an import')\nraise ImportError\n"
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    done = running.ck_patch("info", "--json", first=[tmp_path])
+    assert parsed([done.returncode, done.stdout])["packages"]
+    assert done.stderr.count("hello from an import") == 2
+
+
+CUDA_FAILURES = {
+    "torch.cuda.is_available = lambda: 1 / 0": "ZeroDivisionError",
+    "torch.cuda.is_available = lambda: bool(warnings.warn('driver too old')); "
+    "torch.version.cuda = '13.0'": "driver too old",
+    "torch.cuda.is_available = lambda: False; torch.version.cuda = '13.0'": "finds no device",
+    "torch.cuda.is_available = lambda: False; torch.version.cuda = None": "built without CUDA",
+    "del torch.cuda.is_available": "AttributeError",
+}
+
+
+@pytest.mark.parametrize("failure", CUDA_FAILURES)
+def test_without_a_gpu_or_with_one_that_fails_the_reason_is_given(
+    warm_interpreter: WarmInterpreter, failure: str
+) -> None:
+    report = parsed(warm_interpreter.run(f"import torch, warnings\n{failure}\n{INFO}"))
+    assert report["devices"] == []
+    assert CUDA_FAILURES[failure] in report["no_devices"]
+
+
+FAKE_GPUS = """
+import torch
+from ck_patch import device
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 3
+known = {gpu.name: gpu for gpu in device.KNOWN}
+found = {0: known["H200"], 2: known["GeForce RTX 3090"]}
+device.profile = lambda index: found[index] if index in found else device.broken
+"""
+
+
+def test_each_gpu_gets_its_routes_and_one_that_fails_spoils_no_other(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    report = parsed(warm_interpreter.run(FAKE_GPUS + INFO))
+    hopper, broken, ampere = report["devices"]
+    assert (hopper["name"], hopper["architecture"]) == ("H200", "sm_90")
+    assert all(choice["path"].startswith("triton ") for choice in hopper["routes"])
+    assert "AttributeError" in broken["problem"]
+    assert broken["routes"] == []
+    assert {choice["path"] for choice in ampere["routes"]} == {"stock"}
+    text = running.IN_CHILD.format(arguments=["info"])
+    _, printed = warm_interpreter.run(FAKE_GPUS + text, env={"CK_PATCH_INT8": "triton"})
+    assert "GPU 2: GeForce RTX 3090, sm_86, 82 SMs, 99 KiB of shared memory per block" in printed
+    assert "CK_PATCH_INT8=triton" in printed
+
+
+def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    script = f"import torch; torch.version.cuda = {{!r}}\n{INFO}"
+    old = parsed(warm_interpreter.run(script.replace("{!r}", repr("12.8"))))
+    new = parsed(warm_interpreter.run(script.replace("{!r}", repr("13.0"))))
+    assert any(note.startswith("not active in ComfyUI") for note in old["notes"])
+    assert not any(note.startswith("not active in ComfyUI") for note in new["notes"])
+
+
+def test_every_known_gpu_has_a_reason_for_every_shape() -> None:
+    from ck_patch import preview
+
+    for gpu in device.KNOWN:
+        found = preview.choices(gpu, "auto")
+        assert len(found) == len(preview.SHAPES)
+        assert all(choice.reason for choice in found)
+        grouped = preview.grouped(found)
+        assert {(path, reason) for _, path, reason in grouped} == {
+            (choice.path, choice.reason) for choice in found
+        }

@@ -1,0 +1,51 @@
+"""The shell scripts: executable, sound to bash, and without an address of any registry."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+COMMANDS = [REPOSITORY / name for name in ("scripts/run.sh", "scripts/test.sh", ".ci/run")]
+SCRIPTS = [*COMMANDS, REPOSITORY / "scripts/_setup.sh"]
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+
+
+@needs_bash
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_can_parse_it(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
+def test_it_can_be_run_and_stops_at_the_first_failure(script: Path) -> None:
+    assert os.name == "nt" or os.access(script, os.X_OK)
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_it_leaves_the_choice_of_an_index_to_the_user(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert "://" not in text
+    assert "index-url" not in text
+
+
+@needs_bash
+def test_without_a_usable_python_it_says_what_to_install(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    shutil.copytree(REPOSITORY / "scripts", scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "pyproject.toml").touch()
+    env = os.environ | {"CK_PATCH_PYTHON": "/nonexistent/python"}
+    done = subprocess.run([scripts / "run.sh"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no Python 3.10 to 3.13" in done.stderr
+    assert not (tmp_path / ".venv").exists()

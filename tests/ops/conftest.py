@@ -1,0 +1,48 @@
+"""The op under test, and the tests of this folder in a process where Triton interprets kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ck_patch import log
+from tests.interpreter import pytest_configure, pytest_runtest_protocol
+
+__all__ = ["pytest_configure", "pytest_runtest_protocol"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget which lines were written, and write what CK_PATCH_LOG=info does."""
+    monkeypatch.setattr(log, "_seen", set())
+    log.configure("info")
+    yield
+    log.configure("info")
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Iterator[None]:
+    """Let the interpreter's numpy meet infinities without a remark."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture
+def make_op() -> Callable[..., Any]:
+    """`make_op(stock, int8="auto", release="0.2.34")` builds the op with a breaker of its own."""
+    from ck_patch import releases
+    from ck_patch.breaker import Breaker
+    from ck_patch.context import OpContext
+    from ck_patch.ops import cutlass_int8_dequant
+    from ck_patch.settings import Settings
+
+    by_first = {release.first: release for release in releases.RELEASES}
+
+    def make(stock: Callable[..., Any], int8: str = "auto", release: str = "0.2.34") -> Any:
+        context = OpContext(Settings(int8=int8), Breaker(), by_first[release], check_first=False)
+        return cutlass_int8_dequant.build(stock, context)
+
+    return make

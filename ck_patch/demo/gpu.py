@@ -80,7 +80,7 @@ def run(shapes: Sequence[Shape] | None) -> dict[str, Any]:
         ),
         [_cells(row) for row in rows],
     )
-    for path, reason in {row.path: row.reason for row in rows}.items():
+    for path, reason in dict.fromkeys((row.path, row.reason) for row in rows):
         print(f"{path}: {reason}")
     means = _means(rows)
     for name, mean in means.items():
@@ -103,6 +103,8 @@ def _row(model: str, shape: Shape) -> Row:
         row = _gemm(row)
         return _layer(row)
     except torch.OutOfMemoryError:
+        if row.problem:
+            return row
         return dataclasses.replace(row, problem="does not fit in this GPU's memory", equal=None)
 
 
@@ -158,18 +160,18 @@ def _layer(row: Row) -> Row:
         ck_patch.disable()
         return layer()
 
-    expected = stock()
-    ck_patch.enable()
-    layer()  # Proves the kernel anew: enabling is a fresh start.
-    # The allocator hands this memory out again as the output: what is not written shows as NaN.
-    torch.full_like(expected, torch.nan)
-    equal = torch.equal(layer(), expected)
-    del expected
-    problem = row.problem or _problem() or ("" if equal else "the layer differs from stock")
-    row = dataclasses.replace(row, equal=equal and row.equal is not False, problem=problem)
-    # In this order: what is captured after the first call of `stock` is stock.
-    functions = {"bf16": lambda: F.linear(x, plain, bias), "ours": layer, "stock": stock}
     try:
+        expected = stock()
+        ck_patch.enable()
+        layer()  # Proves the kernel anew: enabling is a fresh start.
+        # The allocator hands this memory out again as the output: what is not written is NaN then.
+        torch.full_like(expected, torch.nan)
+        equal = torch.equal(layer(), expected)
+        del expected
+        problem = row.problem or _problem() or ("" if equal else "the layer differs from stock")
+        row = dataclasses.replace(row, equal=equal and row.equal is not False, problem=problem)
+        # In this order: what is captured after the first call of `stock` is stock.
+        functions = {"bf16": lambda: F.linear(x, plain, bias), "ours": layer, "stock": stock}
         times = graph_times(functions)
     finally:
         ck_patch.enable()

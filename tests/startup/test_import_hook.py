@@ -150,6 +150,29 @@ def test_a_finder_that_asks_all_finders_itself_is_answered(host: Host) -> None:
     assert (host.reports, host.waits) == ([True], False)
 
 
+def test_a_finder_that_asks_all_the_others_as_ours_does_is_not_asked_for_ever(
+    host: Host,
+) -> None:
+    def ask(name: str) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, None) if finder is not other else None
+            if spec is not None:
+                return spec
+        return None
+
+    other = Asked(ask)
+    sys.meta_path.insert(1, other)
+    assert type(importlib.import_module(NAME).loader) is SourceFileLoader
+    assert (host.reports, host.waits) == ([True], False)
+
+
+def test_a_finder_in_front_of_ours_is_asked_once(host: Host) -> None:
+    asked: list[str] = []
+    sys.meta_path.insert(0, Asked(asked.append))
+    importlib.import_module(NAME)
+    assert asked == [NAME]
+
+
 def test_a_finder_that_raises_raises_as_before(host: Host) -> None:
     def refuse(name: str) -> None:
         raise ImportError("not here")
@@ -172,6 +195,9 @@ def test_a_finder_that_answers_twice_with_one_spec_gets_one_wrapper(host: Host) 
     spec = ModuleSpec(NAME, SourceFileLoader(NAME, str(host.file)), origin=str(host.file))
     sys.meta_path.insert(1, Asked(lambda _: spec))
     importlib.util.find_spec(NAME)
+    wrapper = spec.loader
+    importlib.util.find_spec(NAME)
+    assert spec.loader is wrapper
     assert type(importlib.import_module(NAME).loader) is SourceFileLoader
     assert host.reports == [True]
 

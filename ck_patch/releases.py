@@ -39,7 +39,12 @@ _CUTLASS_INT8_DEQUANT = (
     "out_dtype_code: int, stream_ptr: int) -> bool"
 )
 
-_SIGNATURES = MappingProxyType({"cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT})
+_SIGNATURES = MappingProxyType(
+    {
+        "cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT,
+        "wrap_for_dlpack": "(tensor: torch.Tensor)",
+    }
+)
 
 RELEASES = (
     Release("0.2.31", bias_dtype="float32", signatures=_SIGNATURES),

@@ -50,4 +50,11 @@ SLOTS = (
         signature="nanobind",
         factory="ck_patch.ops.cutlass_int8_dequant:build",
     ),
+    Slot(
+        name="wrap_for_dlpack",
+        # int8_decode binds it once more by from-import, for calls that are rare: it keeps stock's.
+        bindings=(Binding("comfy_kitchen.backends.cuda", "", "_wrap_for_dlpack"),),
+        signature="python",
+        factory="ck_patch.ops.wrap_for_dlpack:build",
+    ),
 )

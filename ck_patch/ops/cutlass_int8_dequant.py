@@ -27,7 +27,8 @@ _OUT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _CODES = {dtype: code for code, dtype in _OUT_DTYPES.items()}
 
-# Rows at either end of the output that the first use of a kernel is compared on.
+# The first use of a kernel is compared with stock on so many rows at either end of the output. Rows
+# of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
 _CHECKED_ROWS = 128
 # A process that meets more shapes than this plans them anew; each plan is a few hundred bytes.
 _MAX_PLANS = 4096
@@ -70,6 +71,7 @@ class CutlassInt8Dequant:
         self._int8 = context.settings.int8
         self._breaker = context.breaker
         self._bias_float32 = context.release.bias_dtype == "float32"
+        self._check_all = context.check_first
         self._plans: dict[tuple[object, ...], _Plan] = {}
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         self._first_use = threading.Lock()
@@ -133,7 +135,7 @@ class CutlassInt8Dequant:
         if not self._first_use.acquire(blocking=False):
             return False
         try:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+            with torch.cuda.stream(_stream(stream, device)):
                 # Compiling, loading a module and comparing are all forbidden under capture.
                 if torch.cuda.is_current_stream_capturing():
                     return False
@@ -147,19 +149,22 @@ class CutlassInt8Dequant:
         return kernel.proven
 
     def _compare(self, operands: Operands, stream: int) -> str | None:
-        """What is wrong with `d` in its first and last rows, measured by stock; None if nothing.
+        """What is wrong with `d`, measured by stock in its first and last rows; None if nothing.
 
-        A row of stock's does not depend on the other rows, so that the comparison needs no second
-        output. NaN equals NaN: the inputs may hold some.
+        On a release newer than any tested in all rows. A row of stock's does not depend on the
+        other rows, so that the comparison needs no second output. NaN equals NaN: the inputs may
+        hold some.
         """
         bias = operands.bias
         if bias is None:
             bias = operands.d.new_empty(0)
         elif self._bias_float32:
             bias = bias.float()
-        # Rows of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
-        tail = max(0, operands.m - _CHECKED_ROWS) // 16 * 16
-        for first, last in {(0, min(operands.m, _CHECKED_ROWS)), (tail, operands.m)}:
+        m = operands.m
+        tail = max(0, m - _CHECKED_ROWS) // 16 * 16
+        blocks = range(0, m, _CHECKED_ROWS) if self._check_all else {0, tail}
+        for first in blocks:
+            last = m if first == tail else min(m, first + _CHECKED_ROWS)
             ours = operands.d[first:last]
             part = operands.rows(first, last, torch.full_like(ours, torch.nan))
             values = (part.a, part.b, part.x_scale, part.w_scale, bias, part.d)
@@ -170,9 +175,7 @@ class CutlassInt8Dequant:
                 return "differs from stock"
         return None
 
-    def _make_plan(
-        self, key: tuple[object, ...], opened: Sequence[object], code: object
-    ) -> _Plan:
+    def _make_plan(self, key: tuple[object, ...], opened: Sequence[object], code: object) -> _Plan:
         if not self._reviewed:
             self._review()
         if len(self._plans) >= _MAX_PLANS:
@@ -315,6 +318,13 @@ def _well_formed(opened: Sequence[torch.Tensor], code: object) -> bool:
 def _operands(opened: Sequence[torch.Tensor]) -> Operands:
     a, b, xs, ws, bias, d = opened
     return Operands(a, b, xs, ws, bias if bias.numel() else None, d)
+
+
+def _stream(pointer: int, device: int) -> torch.cuda.Stream:
+    # ExternalStream(0) would be a new stream out of torch's pool.
+    if pointer == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(pointer, device)
 
 
 def _misaligned(pointers: Sequence[int]) -> int:

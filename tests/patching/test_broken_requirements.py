@@ -131,7 +131,7 @@ if result["load"] is None:
 if plugin:
     import ck_patch
     ck_patch.enable()
-    slot, = ck_patch.status().slots
+    slot = ck_patch.status().slots[0]
     result["slot"] = [slot.state, slot.reason]
 """
 

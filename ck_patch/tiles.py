@@ -49,7 +49,9 @@ class TileConfig:
         return max(pipeline, self.block_m * self.block_n * out_bytes) + barriers
 
 
-def fits(config: TileConfig, shared_memory: int, capability: tuple[int, int], out_bytes: int) -> bool:
+def fits(
+    config: TileConfig, shared_memory: int, capability: tuple[int, int], out_bytes: int
+) -> bool:
     """Whether a device of that capability, with that many bytes of shared memory per block, can
     run the configuration. TMA came with sm_90."""
     if config.family != "pointer" and capability < (9, 0):
@@ -70,7 +72,7 @@ GB10 = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 
 # sm_90, measured on one H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40
 # and CUDA graph timing: 41 configurations on 54 shapes (all of shapes.json and some small ones) for
-# the large, 13 on 126 shapes (M 1 to 1024) for the small.
+# the large, 19 on 126 shapes (M 1 to 1024) for the small.
 HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
 HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
 HOPPER_PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
@@ -93,10 +95,13 @@ class WaveCost:
         return self.fixed_us + k / 1024 * waves
 
 
-# The cheapest by this estimate was within 0.1% of the fastest of these five on the 126 shapes.
+# The cheapest by this estimate was within 0.3% of the fastest of these seven on the 126 shapes
+# (geometric mean; worst 10%), and nowhere slower than stock by more than 1%.
 HOPPER_SMALL = (
     WaveCost(TileConfig("pointer", 16, 32, 512, 4, 3, 8), 2.6, (0.89, 1.36, 1.94)),
     WaveCost(TileConfig("pointer", 16, 64, 256, 4, 4, 8), 2.5, (1.43, 1.9, 2.6)),
+    WaveCost(TileConfig("pointer", 32, 32, 512, 4, 3, 8), 2.3, (0.95, 1.6)),
+    WaveCost(TileConfig("pointer", 64, 32, 256, 4, 4, 8), 1.9, (1.38, 1.75)),
     WaveCost(TileConfig("pointer", 64, 64, 256, 4, 3, 8), 1.8, (1.95, 2.37)),
     WaveCost(TileConfig("pointer", 64, 128, 128, 4, 4, 8), 2.7, (2.97, 3.37)),
     WaveCost(TileConfig("pointer", 128, 128, 128, 4, 3, 16), 2.8, (4.75, 5.55)),
@@ -106,16 +111,28 @@ HOPPER_SMALL = (
 _LARGE = 2**36
 
 
-def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig:
-    """The configuration that sm_90 runs a shape with."""
+def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig | None:
+    """The configuration that sm_90 runs a shape with; None where stock is as fast or faster."""
     if m * n * k < _LARGE:
-        return min(HOPPER_SMALL, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
+        return _hopper_small(m, n, k, sm_count)
     if k >= 13312 and n <= 6144 and m >= 4096:
         return HOPPER_DEEP
     # Staging half a tile of float32 would not fit beside four stages.
     if m >= 32768 and out_bytes == 2:
         return HOPPER_PERSISTENT
     return HOPPER
+
+
+def _hopper_small(m: int, n: int, k: int, sm_count: int) -> TileConfig | None:
+    # A masked last step of the K loop costs these more than they gain, and the two that need only
+    # K % 128 == 0 lose to stock where they do not fill the SMs.
+    fills = -(-m // 128) * -(-n // 128) >= sm_count
+    if k % 256 != 0 and not fills:
+        return None
+    costs = [cost for cost in HOPPER_SMALL if k % cost.config.block_k == 0]
+    if not costs:
+        return None
+    return min(costs, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
 
 
 def mma_sync(m: int) -> TileConfig:

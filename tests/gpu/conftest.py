@@ -18,6 +18,15 @@ def gpu() -> None:
     pytest.importorskip("comfy_kitchen")
 
 
+@pytest.fixture(autouse=True)
+def no_breaker_opens(gpu: None) -> Iterator[None]:
+    """A test of the installed slots that silently ran on stock would show nothing."""
+    yield
+    import ck_patch
+
+    assert ck_patch.status().breakers == ()
+
+
 class Record:
     """Rows that the tests of this run measured or compared, by the name of the table."""
 

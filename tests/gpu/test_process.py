@@ -39,7 +39,7 @@ def fresh_op(**settings: Any) -> tuple[Any, Breaker]:
 
 def test_the_start_file_alone_has_patched_this_process() -> None:
     states = {slot.name: slot.state for slot in ck_patch.status().slots}
-    assert states == {"cutlass_int8_dequant": "patched"}
+    assert set(states.values()) == {"patched"}
 
 
 def test_int8_linear_runs_our_kernel_and_compare(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,8 +60,6 @@ def test_int8_linear_runs_our_kernel_and_compare(caplog: pytest.LogCaptureFixtur
 
     both()
     both(convrot=True)
-    registered = torch.ops.comfy_kitchen.int8_linear
-    assert registered is not None
 
 
 def test_a_capture_before_first_use_records_stock_and_later_ones_record_us() -> None:
@@ -187,14 +185,16 @@ def test_four_threads_may_meet_one_new_shape_at_once() -> None:
 
 
 class _Wrong(Gemm):
-    """Right everywhere but in one element of the last row."""
+    """Right everywhere but in one element of one row, the last."""
+
+    where = -1
 
     def run(self, call: Operands) -> None:
         from torch.utils.dlpack import to_dlpack
 
         tensors = (call.a, call.b, call.x_scale, call.w_scale, call.d.new_empty(0), call.d)
         stock()(*map(to_dlpack, tensors), 2, torch.cuda.current_stream().cuda_stream)
-        call.d[-1, -1] += 1
+        call.d[self.where, -1] += 1
 
 
 class _Crashing(Gemm):
@@ -317,7 +317,7 @@ SCRIPT_NO_COMPILER = """
 def run_script(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **env},
+        env={name: text for name, text in {**os.environ, **env}.items() if name != "CC"},
         capture_output=True,
         text=True,
         timeout=180,
@@ -337,9 +337,7 @@ def empty_cache(tmp_path: Any) -> Iterator[str]:
 
 
 def test_without_a_c_compiler_the_result_is_stocks_and_one_line_says_why(empty_cache: str) -> None:
-    done = run_script(
-        SCRIPT_NO_COMPILER, PATH="/nonexistent", CC="", TRITON_CACHE_DIR=empty_cache
-    )
+    done = run_script(SCRIPT_NO_COMPILER, PATH="/nonexistent", TRITON_CACHE_DIR=empty_cache)
     assert done.stdout.strip() == "equal", done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if "stays on stock" in line]
     assert len(lines) == 1
@@ -352,3 +350,35 @@ def test_a_read_only_triton_cache_is_no_worse_than_stock(tmp_path: Any) -> None:
     done = run_script(SCRIPT_NO_COMPILER, TRITON_CACHE_DIR=str(blocked / "cache"))
     assert done.stdout.strip() == "equal", done.stdout + done.stderr
     assert sum("stays on stock" in line for line in done.stderr.splitlines()) == 1
+
+
+def test_capsules_are_stocks_capsules() -> None:
+    from comfy_kitchen.backends import cuda
+    from torch.utils.dlpack import from_dlpack
+
+    ours = cuda._wrap_for_dlpack
+    theirs = ours.__wrapped__
+    base = torch.arange(64, device="cuda", dtype=BF16)
+    samples = (
+        base,
+        base.view(8, 8).t(),
+        base[3:17],
+        base[:0],
+        base.to(torch.int8),
+        torch.nn.Parameter(base),
+        base.float().requires_grad_(),
+    )
+    for tensor in samples:
+        a, b = from_dlpack(ours(tensor)), from_dlpack(theirs(tensor))
+        assert (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+            b.data_ptr(),
+            b.shape,
+            b.stride(),
+            b.dtype,
+            b.device,
+        )
+    for wrong in (torch.zeros(4).to_sparse().cuda(), base.to(torch.complex64).conj(), 7, None):
+        with pytest.raises((BufferError, AttributeError)) as stocks:
+            theirs(wrong)
+        with pytest.raises(stocks.type):
+            ours(wrong)

@@ -51,7 +51,7 @@ def profile(index: int) -> DeviceProfile:
         properties.name,
         (properties.major, properties.minor),
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
     )
 
 

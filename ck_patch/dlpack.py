@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-# What torch.utils.dlpack calls for a capsule; the functions there add a microsecond to each.
-from torch._C import _from_dlpack as from_dlpack
-from torch._C import _to_dlpack as to_dlpack
+# What torch.utils.dlpack calls for a tensor or a capsule, less the microsecond of its own checks.
+to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 
 _Capsule = type(to_dlpack(torch.empty(0)))
 
@@ -18,17 +19,15 @@ def open_capsules(values: Sequence[object]) -> list[object]:
 
     A capsule opens once: whatever is called with the same values afterwards needs `renewed` ones.
     """
-    opened = []
-    for value in values:
-        if type(value) is _Capsule:
-            try:
-                # Unlike torch.from_dlpack on a tensor this never synchronizes streams.
-                value = from_dlpack(value)
-            except (RuntimeError, BufferError, TypeError, ValueError):
-                # Spent, or of a device or dtype torch does not know: stock will say which.
-                pass
-        opened.append(value)
-    return opened
+    return [_open(value) if type(value) is _Capsule else value for value in values]
+
+
+def _open(capsule: object) -> object:
+    try:
+        return from_dlpack(capsule)
+    except (RuntimeError, BufferError, TypeError, ValueError):
+        # Spent, or of a device or dtype torch does not know: stock will say which.
+        return capsule
 
 
 def renewed(values: Sequence[object], opened: Sequence[object]) -> list[object]:

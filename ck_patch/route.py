@@ -33,15 +33,22 @@ class GemmCall:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a call goes: to our kernel in `config`, or to stock (`config` None), and the reason."""
+    """Where a call goes: to our kernel in `config`, or to stock (`config` None), and the reason.
+
+    `eager` is false where only a CUDA graph gains by ours: a GEMM that takes the GPU less time than
+    its whole layer takes the host ends no sooner for being faster, and ours costs the host more.
+    """
 
     config: TileConfig | None
     reason: str
+    eager: bool = True
 
     @property
     def path(self) -> str:
         """`stock`, or the name of the configuration."""
-        return "stock" if self.config is None else f"triton {self.config.name}"
+        if self.config is None:
+            return "stock"
+        return f"triton {self.config.name}" + ("" if self.eager else ", in CUDA graphs")
 
 
 def device_reason(device: DeviceProfile, int8: str) -> str | None:
@@ -80,7 +87,8 @@ def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
         config, device.shared_memory, device.capability, OUT_BYTES[call.out_dtype]
     ):
         return Route(None, f"{config.name} needs more shared memory than {device.name} has")
-    return Route(config, reason)
+    eager = int8 == "triton" or call.m * call.n * call.k > tiles.LATENCY_BOUND
+    return Route(config, reason, eager or device.kind == "interpreter")
 
 
 def _shape_reason(call: GemmCall) -> str | None:

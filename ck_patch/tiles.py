@@ -110,6 +110,10 @@ HOPPER_SMALL = (
 # About 100 us of GPU time: from here on the host's time for making descriptors is hidden.
 _LARGE = 2**36
 
+LATENCY_BOUND = 2**34
+"""M * N * K up to which a layer takes the host longer than the GPU: on an H200 1024x4096x4096 is
+25 to 38 us of GEMM and some 75 us of host time for `comfy_kitchen.int8_linear`."""
+
 
 def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig | None:
     """The configuration that sm_90 runs a shape with; None where stock is as fast or faster."""

@@ -123,9 +123,7 @@ def _int8_gemm_dequant_persistent_kernel(
         # Half a tile at a time: the staging buffer of a whole one would cost a pipeline stage.
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        _store_half(
-            left, x_scale, w_scale_ptr, bias_ptr, d_desc, m0, n0, N, HAS_BIAS, BLOCK_N // 2
-        )
+        _store_half(left, x_scale, w_scale_ptr, bias_ptr, d_desc, m0, n0, N, HAS_BIAS, BLOCK_N // 2)
         n1 = n0 + BLOCK_N // 2
         _store_half(
             right, x_scale, w_scale_ptr, bias_ptr, d_desc, m0, n1, N, HAS_BIAS, BLOCK_N // 2

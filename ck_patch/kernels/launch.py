@@ -1,4 +1,4 @@
-"""The operands of one INT8 GEMM, and launching one compiled kernel on them at the least host cost."""
+"""The operands of one INT8 GEMM, and launching a compiled kernel on them at little host cost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ck_patch.tiles import TileConfig
+
 
 @dataclass(frozen=True)
 class Operands:

@@ -1,9 +1,9 @@
-"""Drop-in for `_C.cutlass_int8_dequant`: our GEMM where the policy says so, stock everywhere else."""
+"""Drop-in for `_C.cutlass_int8_dequant`: our GEMM where the policy says so, else stock."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -46,13 +46,15 @@ class _Kernel:
 class _Plan:
     """What was decided for one shape.
 
-    `kernel` is None where the call goes to stock. `launch` is there once the kernel is proven;
-    `guarded` says that the tensors' device may not be the current one.
+    `kernel` is None where the call goes to stock; without `eager` it goes there outside of a CUDA
+    graph once the kernel is proven. `launch` is there once the kernel is proven. `guarded` says
+    that the tensors' device may not be the current one.
     """
 
     device: int
-    kernel: _Kernel | None
-    guarded: bool
+    kernel: _Kernel | None = None
+    eager: bool = True
+    guarded: bool = False
     launch: Launch | None = None
 
 
@@ -110,6 +112,8 @@ class CutlassInt8Dequant:
         pointers = [tensor.data_ptr() for tensor in opened]
         if _misaligned(pointers):
             return False
+        if not plan.eager and cast(_Kernel, plan.kernel).proven and not _capturing():
+            return False
         if plan.guarded and torch.cuda.current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return self._launch(plan, opened, pointers, stream)
@@ -137,7 +141,7 @@ class CutlassInt8Dequant:
         try:
             with torch.cuda.stream(_stream(stream, device)):
                 # Compiling, loading a module and comparing are all forbidden under capture.
-                if torch.cuda.is_current_stream_capturing():
+                if _capturing():
                     return False
                 kernel.gemm.run(operands)
                 fault = self._compare(operands, stream)
@@ -185,7 +189,7 @@ class CutlassInt8Dequant:
 
     def _decide(self, opened: Sequence[Any], code: object) -> _Plan:
         device = opened[0].get_device()
-        stays = _Plan(device, None, False)
+        stays = _Plan(device)
         if not _well_formed(opened, code):
             return stays
         operands = _operands(opened)
@@ -210,7 +214,8 @@ class CutlassInt8Dequant:
         variant = gemm.variant(route.config, call.k)
         key = (device, route.config, call.out_dtype, call.bias_dtype, variant)
         kernel = self._kernels.setdefault(key, _Kernel(gemm(route.config, gpu.sm_count)))
-        return _Plan(device, kernel, guarded=device >= 0 and torch.cuda.device_count() > 1)
+        guarded = device >= 0 and torch.cuda.device_count() > 1
+        return _Plan(device, kernel, route.eager, guarded)
 
     def _describe(self, operands: Operands) -> GemmCall:
         bias = operands.bias
@@ -318,6 +323,12 @@ def _well_formed(opened: Sequence[torch.Tensor], code: object) -> bool:
 def _operands(opened: Sequence[torch.Tensor]) -> Operands:
     a, b, xs, ws, bias, d = opened
     return Operands(a, b, xs, ws, bias if bias.numel() else None, d)
+
+
+# What torch.cuda.is_current_stream_capturing() calls where CUDA is there.
+_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 def _stream(pointer: int, device: int) -> torch.cuda.Stream:

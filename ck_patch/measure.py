@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 Function = Callable[[], object]
 
 
@@ -54,6 +56,20 @@ def host_times(
                 samples[name].append(elapsed / calls * 1e6)
     torch.cuda.synchronize()
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def replayed(function: Callable[[], T]) -> T:
+    """What `function` returns, holding what a replay of the CUDA graph it was captured in wrote."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        function()  # As in _capture.
+        with torch.cuda.graph(graph, stream=stream):
+            result = function()
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

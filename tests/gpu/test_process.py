@@ -28,11 +28,14 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
-def fresh_op(**settings: Any) -> tuple[Any, Breaker]:
-    """An op around the real stock function that has not met this GPU yet."""
+def fresh_op(int8: str = "triton") -> tuple[Any, Breaker]:
+    """An op around the real stock function that has not met this GPU yet.
+
+    It takes our kernels at every size, in eager calls too.
+    """
     release = RELEASES[-1 if stock_bias_dtype(BF16) == BF16 else 0]
     breaker = Breaker()
-    context = OpContext(Settings(**settings), breaker, release, check_first=False)
+    context = OpContext(Settings(int8=int8), breaker, release, check_first=False)
     return op.build(stock(), context), breaker
 
 
@@ -84,6 +87,18 @@ def test_a_capture_before_first_use_records_stock_and_later_ones_record_us() -> 
     call.a.random_(-128, 128)
     _, expected = call.run(stock())
     assert captured() == 1
+
+
+def test_a_latency_bound_shape_runs_our_kernel_in_graphs_and_stock_elsewhere() -> None:
+    replacement, _ = fresh_op("auto")
+    call = random_call(64, 1024, 1024, BF16)
+    _, expected = call.run(stock())
+    assert torch.equal(call.run(replacement.function)[1], expected)  # First use.
+    (plan,) = replacement._plans.values()
+    assert torch.equal(call.run(replacement.function)[1], expected)
+    assert plan.launch is None
+    assert torch.equal(call.replay(replacement.function)[1], expected)
+    assert plan.launch is not None
 
 
 def test_capture_in_a_thread_while_another_thread_compiles_first_uses() -> None:

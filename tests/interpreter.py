@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import pytest
 
@@ -67,7 +67,7 @@ class _Worker:
         status = self._process.wait()
         self._errors.seek(0)
         why = f"the interpreter's pytest ended with status {status}:\n{self._errors.read()}"
-        keywords = dict.fromkeys(item.keywords, 1)
+        keywords: dict[str, Literal[1]] = dict.fromkeys(item.keywords, 1)
         return pytest.TestReport(item.nodeid, item.location, keywords, "failed", why, "setup")
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from tests.reference import Rounding
 
 
 @triton.jit
-def _probe_kernel(fma_ptr, cast_ptr):
+def _probe_kernel(fma_ptr, cast_ptr):  # type: ignore[no-untyped-def]
     # (1 + 2^-12)^2 - 1 = 2^-11 + 2^-24, whose last term is lost if the product is rounded.
     x = tl.load(fma_ptr)
     tl.store(fma_ptr, tl.fma(x, x, x * 0.0 - 1.0))

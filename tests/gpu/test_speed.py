@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -107,14 +108,12 @@ def test_the_host_time_of_a_whole_linear_is_below_stocks(record: Record) -> None
         return comfy_kitchen.int8_linear(x, call.b, call.ws, bias, BF16, convrot=convrot)
 
     for convrot in (False, True):
+        whole = {"linear": partial(linear, convrot)}
         samples: dict[str, list[float]] = {"ours": [], "stock": []}
         for _ in range(5):
             for name, switch in (("ours", ck_patch.enable), ("stock", ck_patch.disable)):
                 switch()
-                linear(convrot)
-                samples[name].append(
-                    host_times({name: lambda c=convrot: linear(c)}, rounds=3)[name]
-                )
+                samples[name].append(host_times(whole, rounds=3)["linear"])
         ck_patch.enable()
         times = {name: sorted(values)[2] for name, values in samples.items()}
         op = "int8_linear_convrot" if convrot else "int8_linear"

@@ -46,7 +46,7 @@ class Call:
         return torch.equal(reference.bits(self.d), reference.bits(self.expected()))
 
 
-def make_call(m: int = 5, n: int = 16, k: int = 32, **changes: torch.Tensor) -> Call:
+def make_call(m: int = 5, n: int = 16, k: int = 32, **changes: Any) -> Call:
     """A well-formed call without bias, float32 output, poisoned d; scales are powers of two.
 
     So every way to round gives the same result: who computed it is for the stock to tell.

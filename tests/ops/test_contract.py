@@ -45,7 +45,7 @@ def bfloat16_bias(count: int) -> torch.Tensor:
     ids=["plain", "bias", "float16 output", "flat xs", "ws of two dimensions", "infinite scale"],
 )
 def test_a_well_formed_call_is_computed_here_and_not_by_stock(
-    make_op: MakeOp, changes: dict[str, torch.Tensor]
+    make_op: MakeOp, changes: dict[str, Any]
 ) -> None:
     stock, call = RecordingStock(), make_call(**changes)
     assert make_op(stock).function(*call.arguments()) is True
@@ -82,7 +82,7 @@ def test_a_well_formed_call_is_computed_here_and_not_by_stock(
     ],
 )
 def test_what_ours_leaves_to_stock_reaches_it_with_fresh_capsules(
-    make_op: MakeOp, changes: dict[str, torch.Tensor]
+    make_op: MakeOp, changes: dict[str, Any]
 ) -> None:
     stock, call = RecordingStock(), make_call(**changes)
     assert make_op(stock).function(*call.arguments()) is True

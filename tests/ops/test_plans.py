@@ -22,14 +22,14 @@ MakeOp = Callable[..., Any]
 
 
 def test_a_shape_is_decided_once(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ck_patch import route
     from ck_patch.ops import cutlass_int8_dequant
 
-    decided: list[Any] = []
-    real = cutlass_int8_dequant.decide
+    decided: list[route.GemmCall] = []
 
-    def decide(call: Any, *rest: Any) -> Any:
+    def decide(call: route.GemmCall, *rest: Any) -> route.Route:
         decided.append(call)
-        return real(call, *rest)
+        return route.decide(call, *rest)
 
     monkeypatch.setattr(cutlass_int8_dequant, "decide", decide)
     op = make_op(RecordingStock())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ck_patch import shapes, tiles
+from ck_patch import tiles
 from ck_patch.device import KNOWN, DeviceProfile
 from ck_patch.tiles import TileConfig
 from tests import choices
@@ -86,10 +86,12 @@ def test_more_work_never_costs_less() -> None:
         assert cost.estimate(512, 4096, 4096, 66) >= cost.estimate(512, 4096, 4096, 132)
 
 
-def test_a_handful_of_rows_gets_a_low_tile_on_sm_90() -> None:
-    for m in range(1, 17):
-        for _, n, k in shapes.unique():
-            assert tiles.hopper(m, n, k, 132, 2).block_m <= 32
+def test_small_gemms_on_sm_90_get_a_tile_whose_steps_fill_k_or_none() -> None:
+    for m in (1, 2, 16, 77, 128, 274, 512):
+        for n in (8, 1024, 4096):
+            for k in (16, 128, 256, 384, 1280, 2048, 2064, 4096):
+                config = tiles.hopper(m, n, k, 132, 2)
+                assert config is None or k % config.block_k == 0
 
 
 @pytest.mark.parametrize(("m", "rows"), [(1, 16), (16, 16), (17, 128), (4096, 128)])

@@ -39,16 +39,35 @@ _CUTLASS_INT8_DEQUANT = (
     "out_dtype_code: int, stream_ptr: int) -> bool"
 )
 
-_SIGNATURES = MappingProxyType(
-    {
-        "cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT,
-        "wrap_for_dlpack": "(tensor: torch.Tensor)",
-    }
+# The Python functions', read from each wheel of the tested range.
+_X_AND_WEIGHT = "x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor"
+_CUDA = f"({_X_AND_WEIGHT}, bias: torch.Tensor = None, out_dtype: torch.dtype = None"
+_TRITON = (
+    f"({_X_AND_WEIGHT}, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16"
+)
+_ROTATION = ", convrot: bool = False, convrot_groupsize: int = 256, input_act: str | None = None"
+_RESIDUAL = (
+    ", input_act_weight: torch.Tensor | None = None, input_act_eps: float = 0.0, "
+    "residual: torch.Tensor | None = None, residual_scale: torch.Tensor | None = None"
 )
 
+
+def _signatures(linear: str) -> Mapping[str, str]:
+    """By slot; `linear` is how the parameters of both int8_linear go on after the output dtype."""
+    return MappingProxyType(
+        {
+            "cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT,
+            "cuda_int8_linear": f"{_CUDA}{linear}) -> torch.Tensor",
+            "wrap_for_dlpack": "(tensor: torch.Tensor)",
+            "triton_int8_linear": f"{_TRITON}{linear}) -> torch.Tensor",
+            "triton_quantize_rowwise": "(x: torch.Tensor)",
+        }
+    )
+
+
 RELEASES = (
-    Release("0.2.31", bias_dtype="float32", signatures=_SIGNATURES),
-    Release("0.2.34", bias_dtype="output", signatures=_SIGNATURES),
+    Release("0.2.31", bias_dtype="float32", signatures=_signatures(_ROTATION)),
+    Release("0.2.34", bias_dtype="output", signatures=_signatures(_ROTATION + _RESIDUAL)),
 )
 
 OLDEST = "0.2.31"

@@ -51,10 +51,36 @@ SLOTS = (
         factory="ck_patch.ops.cutlass_int8_dequant:build",
     ),
     Slot(
+        name="cuda_int8_linear",
+        # The registry asks the backend module for it at each call.
+        bindings=(Binding("comfy_kitchen.backends.cuda", "", "int8_linear"),),
+        signature="python",
+        factory="ck_patch.ops.cuda_int8_linear:build",
+    ),
+    Slot(
         name="wrap_for_dlpack",
         # int8_decode binds it once more by from-import, for calls that are rare: it keeps stock's.
         bindings=(Binding("comfy_kitchen.backends.cuda", "", "_wrap_for_dlpack"),),
         signature="python",
         factory="ck_patch.ops.wrap_for_dlpack:build",
+    ),
+    Slot(
+        name="triton_int8_linear",
+        bindings=(
+            Binding("comfy_kitchen.backends.triton.quantization", "", "int8_linear"),
+            Binding("comfy_kitchen.backends.triton", "", "int8_linear"),
+            Binding("comfy_kitchen.backends.triton.w4a8_int8", "", "int8_linear"),
+        ),
+        signature="python",
+        factory="ck_patch.ops.triton_rows:build_linear",
+    ),
+    Slot(
+        name="triton_quantize_rowwise",
+        bindings=(
+            Binding("comfy_kitchen.backends.triton.quantization", "", "triton_quantize_rowwise"),
+            Binding("comfy_kitchen.backends.triton", "", "_triton_quantize_int8_rowwise"),
+        ),
+        signature="python",
+        factory="ck_patch.ops.triton_rows:build_quantizer",
     ),
 )

@@ -33,22 +33,15 @@ class GemmCall:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a call goes: to our kernel in `config`, or to stock (`config` None), and the reason.
-
-    `eager` is false where only a CUDA graph gains by ours: a GEMM that takes the GPU less time than
-    its whole layer takes the host ends no sooner for being faster, and ours costs the host more.
-    """
+    """Where a call goes: to our kernel in `config`, or to stock (`config` None), and the reason."""
 
     config: TileConfig | None
     reason: str
-    eager: bool = True
 
     @property
     def path(self) -> str:
         """`stock`, or the name of the configuration."""
-        if self.config is None:
-            return "stock"
-        return f"triton {self.config.name}" + ("" if self.eager else ", in CUDA graphs")
+        return "stock" if self.config is None else f"triton {self.config.name}"
 
 
 def device_reason(device: DeviceProfile, int8: str) -> str | None:
@@ -87,8 +80,7 @@ def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
         config, device.shared_memory, device.capability, OUT_BYTES[call.out_dtype]
     ):
         return Route(None, f"{config.name} needs more shared memory than {device.name} has")
-    eager = int8 == "triton" or call.m * call.n * call.k > tiles.LATENCY_BOUND
-    return Route(config, reason, eager or device.kind == "interpreter")
+    return Route(config, reason)
 
 
 def _shape_reason(call: GemmCall) -> str | None:
@@ -120,4 +112,4 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
         return tiles.mma_sync(m), "CK_PATCH_INT8=triton"
     if m < 128:
         return None, "on sm_121 only M >= 128 was reported faster than stock"
-    return tiles.GB10, "reported 2.3 times as fast as stock on sm_121"
+    return tiles.MMA_SYNC, "reported 2.3 times as fast as stock on sm_121"

@@ -15,8 +15,8 @@ import ck_patch
 def stamp() -> dict[str, str | None]:
     """GPU, driver, versions, commit and date; what cannot be found is None.
 
-    The commit is that of a checkout this package runs from, or CK_PATCH_COMMIT's value: a wheel
-    does not know where it was built.
+    The commit is that of a checkout this package runs from, or the value of GIT_COMMIT: a
+    wheel does not know where it was built.
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -27,7 +27,7 @@ def stamp() -> dict[str, str | None]:
         "triton": _version("triton") or _version("triton-windows"),
         "comfy_kitchen": _version("comfy-kitchen"),
         "ck_patch": ck_patch.__version__,
-        "commit": os.environ.get("CK_PATCH_COMMIT") or _commit(),
+        "commit": os.environ.get("GIT_COMMIT") or _commit(),
     }
 
 

@@ -62,13 +62,11 @@ def fits(
 # One program of the interpreter walks a tile in Python: few, small ones are quickest.
 INTERPRETER = TileConfig("pointer", 32, 32, 32, 4, 1, 8)
 
-# The `mma.sync` class, sm_80 and newer but sm_90 and sm_100. 4 warps reach 834 TOPS where 8 reach
-# 681 (compiled for sm_80, run on one H200: FIELD figures of 2026); 64 KiB of shared memory fit all.
-MMA_SYNC = TileConfig("pointer", 128, 128, 64, 4, 4, 8)
+# The `mma.sync` class, sm_80 and newer but sm_90 and sm_100, within the 99 KiB of shared memory
+# that most of it has. On GB10 (sm_121) the first reaches about 170 of 196 TOPS where stock has 72
+# (public report on comfy-kitchen 0.2.31, M >= 128). 4 warps spill registers on sm_80, 86 and 89.
+MMA_SYNC = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 MMA_SYNC_SKINNY = TileConfig("pointer", 16, 64, 128, 4, 4, 8)
-
-# GB10, DGX Spark: about 170 of 196 TOPS where stock has 72 (public report on 0.2.31, M >= 128).
-GB10 = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 
 # sm_90, measured on one H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40
 # and CUDA graph timing: 41 configurations on 54 shapes (all of shapes.json and some small ones) for
@@ -109,10 +107,6 @@ HOPPER_SMALL = (
 
 # About 100 us of GPU time: from here on the host's time for making descriptors is hidden.
 _LARGE = 2**36
-
-LATENCY_BOUND = 2**34
-"""M * N * K up to which a layer takes the host longer than the GPU: on an H200 1024x4096x4096 is
-25 to 38 us of GEMM and some 75 us of host time for `comfy_kitchen.int8_linear`."""
 
 
 def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig | None:

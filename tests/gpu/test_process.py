@@ -18,6 +18,7 @@ from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext
 from ck_patch.kernels.launch import Gemm, Operands
 from ck_patch.ops import cutlass_int8_dequant as op
+from ck_patch.ops.gemm import Int8Gemm
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 from tests.gpu.slot import entry, random_call, stock, stock_bias_dtype
@@ -78,7 +79,7 @@ def test_a_capture_before_first_use_records_stock_and_later_ones_record_us() -> 
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(d, expected)
-        return sum(kernel.proven for kernel in replacement._kernels.values())
+        return sum(kernel.proven for kernel in replacement._gemm._kernels.values())
 
     assert captured() == 0
     assert call.into(replacement.function, d)
@@ -87,18 +88,6 @@ def test_a_capture_before_first_use_records_stock_and_later_ones_record_us() -> 
     call.a.random_(-128, 128)
     _, expected = call.run(stock())
     assert captured() == 1
-
-
-def test_a_latency_bound_shape_runs_our_kernel_in_graphs_and_stock_elsewhere() -> None:
-    replacement, _ = fresh_op("auto")
-    call = random_call(64, 1024, 1024, BF16)
-    _, expected = call.run(stock())
-    assert torch.equal(call.run(replacement.function)[1], expected)  # First use.
-    (plan,) = replacement._plans.values()
-    assert torch.equal(call.run(replacement.function)[1], expected)
-    assert plan.launch is None
-    assert torch.equal(call.replay(replacement.function)[1], expected)
-    assert plan.launch is not None
 
 
 def test_capture_in_a_thread_while_another_thread_compiles_first_uses() -> None:
@@ -195,7 +184,7 @@ def test_four_threads_may_meet_one_new_shape_at_once() -> None:
         thread.join()
     assert wrong == []
     assert breaker.snapshot() == ()
-    assert sum(kernel.proven for kernel in replacement._kernels.values()) == 1
+    assert sum(kernel.proven for kernel in replacement._gemm._kernels.values()) == 1
 
 
 class _Wrong(Gemm):
@@ -285,17 +274,17 @@ def test_out_of_memory_in_our_path_goes_to_stock_and_closes_nothing(
     replacement, breaker = fresh_op()
     call = random_call(1100, 1024, 1024, BF16)
     _, expected = call.run(stock())
-    real = op.CutlassInt8Dequant._compare
+    real = Int8Gemm._compare
 
     def exhausted(self: Any, *args: Any) -> Any:
         torch.empty(2**50, dtype=torch.int8, device="cuda")
 
-    monkeypatch.setattr(op.CutlassInt8Dequant, "_compare", exhausted)
+    monkeypatch.setattr(Int8Gemm, "_compare", exhausted)
     assert torch.equal(call.run(replacement.function)[1], expected)
     assert breaker.snapshot() == ()
-    monkeypatch.setattr(op.CutlassInt8Dequant, "_compare", real)
+    monkeypatch.setattr(Int8Gemm, "_compare", real)
     assert torch.equal(call.run(replacement.function)[1], expected)
-    assert sum(kernel.proven for kernel in replacement._kernels.values()) == 1
+    assert sum(kernel.proven for kernel in replacement._gemm._kernels.values()) == 1
 
 
 SCRIPT_STICKY = """

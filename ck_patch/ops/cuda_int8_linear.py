@@ -1,0 +1,139 @@
+"""Drop-in for `backends.cuda.int8_linear`: quantizer and GEMM without capsules in between.
+
+comfy_kitchen passes every tensor of a call to its extension in a DLPack capsule, and what replaces
+the GEMM entry has to open six of them again. Here the tensors are at hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import wrapt
+
+from ck_patch.context import Function, OpContext
+from ck_patch.dlpack import to_dlpack
+from ck_patch.ops.gemm import CODES, Int8Gemm
+
+
+class CudaInt8Linear:
+    """The op behind the slot.
+
+    It takes what the registry passes, keywords only, for a plain linear: x [..., K] float32,
+    float16 or bfloat16 with at least three rows, weight int8 [N, K], weight_scale float32 with one
+    or N values, bias of N values in the output dtype or none. Rotation, input activations,
+    residuals, one or two rows (which have kernels of their own) and everything else go to stock
+    whole. The activation is quantized by stock's kernel, so that only the GEMM is ours.
+    """
+
+    def __init__(self, stock: Function, context: OpContext) -> None:
+        self._host: Any = sys.modules[stock.__module__]
+        entry = self._host._C.cutlass_int8_dequant
+        self._stock_gemm: Function = getattr(entry, "__wrapped__", entry)
+        self._gemm = Int8Gemm("cuda_int8_linear", self._stock_gemm, context)
+        # A CPU build of torch has neither of the two.
+        self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+        self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._active = True
+        self._function = wrapt.FunctionWrapper(stock, self._call)
+
+    @property
+    def function(self) -> Function:
+        """The wrapper to install: signature, name and docstring are stock's."""
+        return cast(Function, self._function)
+
+    def deactivate(self) -> None:
+        """Pass every further call straight to stock."""
+        self._active = False
+
+    def _call(
+        self, stock: Function, instance: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if not (self._active and self._gemm.useful) or args:
+            return stock(*args, **kwargs)
+        try:
+            out = self._linear(**kwargs)
+        except Exception as error:
+            x = kwargs.get("x")
+            self._gemm.failed(error, x.get_device() if isinstance(x, torch.Tensor) else -1)
+            out = None
+        return stock(**kwargs) if out is None else out
+
+    def _linear(
+        self,
+        *,
+        x: Any = None,
+        weight: Any = None,
+        weight_scale: Any = None,
+        bias: Any = None,
+        out_dtype: Any = None,
+        convrot: Any = False,
+        convrot_groupsize: Any = 256,
+        input_act: Any = None,
+        input_act_weight: Any = None,
+        input_act_eps: Any = 0.0,
+        residual: Any = None,
+        residual_scale: Any = None,
+        **unknown: Any,
+    ) -> torch.Tensor | None:
+        """The result, or None where the call is stock's."""
+        if unknown or convrot or residual is not None or input_act not in (None, "none"):
+            return None
+        plain = torch.Tensor
+        if type(bias) is torch.nn.Parameter:
+            bias = bias.detach()
+        if not (type(x) is type(weight) is type(weight_scale) is plain and x.is_cuda):
+            return None
+        dtype = out_dtype or x.dtype
+        n, k = weight.shape if weight.dim() == 2 else (0, 0)
+        rows = x.numel() // k if k and x.dim() and x.shape[-1] == k else 0
+        device = x.get_device()
+        if (
+            rows < 3
+            or x.dtype not in CODES
+            or dtype not in CODES
+            or x.requires_grad
+            or weight.dtype != torch.int8
+            or weight_scale.dtype != torch.float32
+            or weight_scale.numel() not in (1, n)
+            or not (weight.is_contiguous() and weight_scale.is_contiguous())
+            or not device == weight.get_device() == weight_scale.get_device()
+            # Stock exports no tensor of a device that is not the current one.
+            or device != self._current_device()
+            or self._host._DISABLE_CUTLASS_INT8
+        ):
+            return None
+        if bias is not None and not (
+            type(bias) is plain
+            and bias.dtype == dtype
+            and bias.numel() == n
+            and bias.is_contiguous()
+            and bias.get_device() == device
+        ):
+            return None
+        plan = self._gemm.plan(device, rows, n, k, dtype, None if bias is None else dtype)
+        if plan is None:
+            return None
+        x_2d = x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
+        if weight_scale.numel() != n:
+            weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
+        on = x.device
+        x_int8 = torch.empty((rows, k), dtype=torch.int8, device=on)
+        x_scale = torch.empty((rows, 1), dtype=torch.float32, device=on)
+        out = torch.empty((rows, n), dtype=dtype, device=on)
+        stream = self._current_stream(device)
+        quantize = self._host._C.quantize_int8_rowwise
+        quantize(to_dlpack(x_2d), to_dlpack(x_int8), to_dlpack(x_scale), False, 0, stream)
+        if bias is None:
+            bias = self._host._empty_cuda_tensor(on, dtype)
+        tensors = (x_int8, weight, x_scale, weight_scale, bias, out)
+        if not self._gemm.launch(plan, tensors, stream):
+            return None
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+
+
+def build(stock: Function, context: OpContext) -> CudaInt8Linear:
+    """Make the op that replaces `stock`."""
+    return CudaInt8Linear(stock, context)

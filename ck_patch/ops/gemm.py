@@ -1,0 +1,359 @@
+"""The INT8 GEMM that the ops share: decides once per shape, proves each kernel, fails to stock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+
+from ck_patch import log
+from ck_patch.breaker import classify
+from ck_patch.context import Function, OpContext
+from ck_patch.device import profile
+from ck_patch.dlpack import renewed
+from ck_patch.kernels.launch import Gemm, Launch, Operands
+from ck_patch.route import GemmCall, Route, decide, device_reason
+
+_OUT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
+    {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
+)
+_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+CODES = {dtype: code for code, dtype in _OUT_DTYPES.items()}
+
+# The first use of a kernel is compared with stock on so many rows at either end of the output. Rows
+# of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
+_CHECKED_ROWS = 128
+# A process that meets more shapes than this plans them anew; each plan is a few hundred bytes.
+_MAX_PLANS = 4096
+
+
+class _Kernel:
+    """A GEMM, and whether its first result was equal to stock's."""
+
+    def __init__(self, gemm: Gemm) -> None:
+        self.gemm = gemm
+        self.proven = False
+
+
+@dataclass
+class Plan:
+    """One shape that our kernels take on one device.
+
+    `launch` is there once the kernel is proven; `guarded` says that the tensors' device may not be
+    the current one.
+    """
+
+    device: int
+    kernel: _Kernel
+    guarded: bool
+    launch: Launch | None = None
+
+
+class Int8Gemm:
+    """`d = a @ b.T`, dequantized, by our kernels, for one op.
+
+    The tensors are a int8 [M, K], b int8 [N, K], xs float32 with M values, ws float32 with N
+    values, bias empty or N values, and d [M, N], which is written in place; `code` is that of d's
+    dtype (0 float32, 1 float16, 2 bfloat16). `stock` is the stock `_C.cutlass_int8_dequant`, which
+    the first result of each kernel on each device is compared with.
+    """
+
+    def __init__(self, operation: str, stock: Function, context: OpContext) -> None:
+        self.useful = True
+        """False once no device of this process can use our kernels: do not even ask."""
+        self._operation = operation
+        self._stock = stock
+        self._int8 = context.settings.int8
+        self._breaker = context.breaker
+        self._bias_float32 = context.release.bias_dtype == "float32"
+        self._check_all = context.check_first
+        # None is a decision too: the call goes to stock.
+        self._plans: dict[tuple[object, ...], Plan | None] = {}
+        self._by_tensors: dict[tuple[object, ...], Plan | None] = {}
+        self._kernels: dict[tuple[object, ...], _Kernel] = {}
+        self._first_use = threading.Lock()
+        self._reviewed = False
+
+    def run(self, tensors: Sequence[Any], code: object, stream: int) -> bool:
+        """Write `d` on that stream and return True, or leave the call to stock.
+
+        `tensors` and `code` may be anything. Raises nothing but what stock could not help: an error
+        after which the CUDA context is dead.
+        """
+        key = _key(tensors, code, stream)
+        if key is None:
+            return False
+        try:
+            if key in self._by_tensors:
+                plan = self._by_tensors[key]
+            else:
+                plan = self._plan_tensors(key, tensors, code)
+            return plan is not None and self.launch(plan, tensors, stream)
+        except Exception as error:
+            self.failed(error, tensors[0].get_device())
+            return False
+
+    def plan(
+        self,
+        device: int,
+        m: int,
+        n: int,
+        k: int,
+        out_dtype: torch.dtype,
+        bias_dtype: torch.dtype | None,
+    ) -> Plan | None:
+        """How our kernels do this GEMM, or None if it is stock's."""
+        key = (device, m, n, k, out_dtype, bias_dtype)
+        if key in self._plans:
+            return self._plans[key]
+        if not self._reviewed:
+            self._review()
+        if len(self._plans) >= _MAX_PLANS:
+            self._forget()
+        plan = self._plans[key] = self._decide(*key)
+        return plan
+
+    def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
+        """Write `d` and return True, or leave a call that is well formed to stock."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if _misaligned(pointers):
+            return False
+        if plan.guarded and torch.cuda.current_device() != plan.device:
+            with torch.cuda.device(plan.device):
+                return self._launch(plan, tensors, pointers, stream)
+        return self._launch(plan, tensors, pointers, stream)
+
+    def _launch(
+        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+    ) -> bool:
+        if plan.launch is None:
+            if not plan.kernel.proven:
+                return self._prove(plan.kernel, plan.device, _operands(tensors), stream)
+            plan.launch = plan.kernel.gemm.bind(_operands(tensors))
+        plan.launch(tensors, pointers, stream)
+        return True
+
+    def _prove(self, kernel: _Kernel, device: int, operands: Operands, stream: int) -> bool:
+        """Run a kernel that is new to this device, and compare its result with stock's."""
+        if device < 0:  # The interpreter: nothing to compile, and stock refuses CPU tensors.
+            kernel.gemm.run(operands)
+            return True
+        # Another thread compiles this or another kernel: stock is quicker than to wait for it.
+        if not self._first_use.acquire(blocking=False):
+            return False
+        try:
+            with torch.cuda.stream(_stream(stream, device)):
+                # Compiling, loading a module and comparing are all forbidden under capture.
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+                kernel.gemm.run(operands)
+                fault = self._compare(operands, stream)
+        finally:
+            self._first_use.release()
+        kernel.proven = fault is None
+        if fault is not None:
+            self._open_breaker(device, f"{kernel.gemm.config.name} {fault}")
+        return kernel.proven
+
+    def _compare(self, operands: Operands, stream: int) -> str | None:
+        """What is wrong with `d`, measured by stock in its first and last rows; None if nothing.
+
+        On a release newer than any tested in all rows. A row of stock's does not depend on the
+        other rows, so that the comparison needs no second output. NaN equals NaN: the inputs may
+        hold some.
+        """
+        bias = operands.bias
+        if bias is None:
+            bias = operands.d.new_empty(0)
+        elif self._bias_float32:
+            bias = bias.float()
+        m = operands.m
+        tail = max(0, m - _CHECKED_ROWS) // 16 * 16
+        blocks = range(0, m, _CHECKED_ROWS) if self._check_all else {0, tail}
+        for first in blocks:
+            last = m if first == tail else min(m, first + _CHECKED_ROWS)
+            ours = operands.d[first:last]
+            part = operands.rows(first, last, torch.full_like(ours, torch.nan))
+            values = (part.a, part.b, part.x_scale, part.w_scale, bias, part.d)
+            capsules = renewed([None] * len(values), values)
+            if not self._stock(*capsules, CODES[part.d.dtype], stream):
+                return "cannot be compared: stock declines the same call"
+            if not bool(((ours == part.d) | (ours.isnan() & part.d.isnan())).all()):
+                return "differs from stock"
+        return None
+
+    def _plan_tensors(
+        self, key: tuple[object, ...], tensors: Sequence[torch.Tensor], code: object
+    ) -> Plan | None:
+        plan = None
+        if _well_formed(tensors, code):
+            a, b, _, _, bias, d = tensors
+            n, k = b.shape
+            bias_dtype = bias.dtype if bias.numel() else None
+            plan = self.plan(a.get_device(), a.shape[0], n, k, d.dtype, bias_dtype)
+        if len(self._by_tensors) >= _MAX_PLANS:
+            self._forget()
+        self._by_tensors[key] = plan
+        return plan
+
+    def _decide(
+        self,
+        device: int,
+        m: int,
+        n: int,
+        k: int,
+        out_dtype: torch.dtype,
+        bias_dtype: torch.dtype | None,
+    ) -> Plan | None:
+        call = GemmCall(
+            m,
+            n,
+            k,
+            _DTYPE_NAMES[out_dtype],
+            None if bias_dtype is None else _DTYPE_NAMES[bias_dtype],
+            accepts_bias=self._bias_float32 or bias_dtype in (None, out_dtype),
+        )
+        gpu = profile(device)
+        route = decide(call, gpu, self._int8)
+        broken = self._breaker.reason(self._operation, device)
+        if broken is not None:
+            route = Route(None, broken)
+        if log.paths_wanted():
+            bias = "no" if call.bias_dtype is None else call.bias_dtype
+            log.path(
+                f"{self._operation} {m}x{n}x{k}, {call.out_dtype} output, {bias} bias, "
+                f"on {gpu.name}: {route.path} ({route.reason})"
+            )
+        if route.config is None:
+            return None
+        # Triton is imported by the first call that needs it, and no earlier.
+        from ck_patch.kernels.registry import GEMMS
+
+        gemm = GEMMS[route.config.family]()
+        key = (device, route.config, out_dtype, bias_dtype, gemm.variant(route.config, k))
+        kernel = self._kernels.setdefault(key, _Kernel(gemm(route.config, gpu.sm_count)))
+        return Plan(device, kernel, guarded=device >= 0 and torch.cuda.device_count() > 1)
+
+    def _forget(self) -> None:
+        """Plan everything anew. `_by_tensors` goes first: it is filled from the other."""
+        self._by_tensors.clear()
+        self._plans.clear()
+
+    def failed(self, error: Exception, device: int) -> None:
+        """Account for a failure of ours; raises it again if stock cannot help."""
+        failure = classify(error)
+        if failure == "sticky":
+            raise error
+        if failure == "memory":
+            log.once(
+                f"{self._operation} memory",
+                f"{self._operation}: out of memory, this call goes to stock",
+            )
+            return
+        lines = str(error).strip().splitlines() or [""]
+        self._open_breaker(device, f"{type(error).__name__}: {lines[0]}")
+
+    def _open_breaker(self, device: int, reason: str) -> None:
+        if self._breaker.open(self._operation, device, reason):
+            log.warn(
+                f"{self._operation} breaker {device}",
+                f"{self._operation} stays on stock on device {device} ({reason}); "
+                "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
+            )
+        self._forget()
+        self._review()
+
+    def _review(self) -> None:
+        """Pass calls straight to stock from now on if no device of this process can use ours."""
+        self._reviewed = True
+        indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else (-1,)
+        self.useful = not all(
+            self._breaker.reason(self._operation, index) is not None
+            or device_reason(profile(index), self._int8) is not None
+            for index in indices
+        )
+
+
+def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:
+    """All that a plan depends on, addresses aside; None unless the types are those of the contract.
+
+    This runs at every call: plain attribute reads, and everything that can be told from them is
+    decided once per key.
+    """
+    a, b, xs, ws, bias, d = tensors
+    if not (
+        type(a) is type(b) is type(xs) is type(ws) is type(bias) is type(d) is torch.Tensor
+        and type(code) is type(stream) is int
+    ):
+        return None
+    return (
+        code,
+        a.shape,
+        b.shape,
+        xs.shape,
+        ws.shape,
+        bias.shape,
+        d.shape,
+        a.dtype,
+        b.dtype,
+        xs.dtype,
+        ws.dtype,
+        bias.dtype,
+        d.dtype,
+        a.device,
+        b.device,
+        xs.device,
+        ws.device,
+        bias.device,
+        d.device,
+        a.is_contiguous()
+        and b.is_contiguous()
+        and xs.is_contiguous()
+        and ws.is_contiguous()
+        and bias.is_contiguous()
+        and d.is_contiguous(),
+    )
+
+
+def _well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
+    """Whether a call keeps stock's contract to the letter; stock answers the others itself."""
+    a, b, xs, ws, bias, d = tensors
+    if a.dim() != 2 or b.dim() != 2:
+        return False
+    m, k = a.shape
+    n = b.shape[0]
+    return (
+        b.shape[1] == k
+        and d.shape == (m, n)
+        and xs.numel() == m
+        and ws.numel() == n
+        and bias.numel() in (0, n)
+        and a.dtype == b.dtype == torch.int8
+        and xs.dtype == ws.dtype == torch.float32
+        and d.dtype == _OUT_DTYPES.get(cast(int, code))
+        and bias.dtype in _DTYPE_NAMES
+        and all(t.is_contiguous() and t.device == a.device for t in tensors)
+    )
+
+
+def _operands(tensors: Sequence[torch.Tensor]) -> Operands:
+    a, b, xs, ws, bias, d = tensors
+    return Operands(a, b, xs, ws, bias if bias.numel() else None, d)
+
+
+def _stream(pointer: int, device: int) -> torch.cuda.Stream:
+    # ExternalStream(0) would be a new stream out of torch's pool.
+    if pointer == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(pointer, device)
+
+
+def _misaligned(pointers: Sequence[int]) -> int:
+    """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
+    an empty bias starts at zero."""
+    a, b, xs, ws, bias, d = pointers
+    return (a | b | xs | ws | bias | d) & 15

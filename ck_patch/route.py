@@ -18,8 +18,7 @@ OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class GemmCall:
     """One well-formed call of the GEMM slot; dtypes by name, `bias_dtype` None without a bias.
 
-    `accepts_bias` says whether stock reads a bias of that dtype; `aligned` whether all tensors
-    start on 16 bytes.
+    `accepts_bias` says whether stock reads a bias of that dtype.
     """
 
     m: int
@@ -28,7 +27,6 @@ class GemmCall:
     out_dtype: str
     bias_dtype: str | None = None
     accepts_bias: bool = True
-    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,6 @@ def _shape_reason(call: GemmCall) -> str | None:
         return "stock leaves N that is not a multiple of 8 to cuBLAS"
     if call.k % 16 != 0:
         return "rows of K bytes that is not a multiple of 16 cannot be loaded 16 bytes at a time"
-    if not call.aligned:
-        return "a tensor does not start on a multiple of 16 bytes"
     return None
 
 

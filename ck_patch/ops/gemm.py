@@ -121,6 +121,11 @@ class Int8Gemm:
         """Write `d` and return True, or leave a call that is well formed to stock."""
         pointers = [tensor.data_ptr() for tensor in tensors]
         if _misaligned(pointers):
+            if log.paths_wanted():
+                log.path(
+                    f"{self._operation}, a tensor that does not start on a multiple of 16 bytes: "
+                    "stock (vector loads and the copy engine need that)"
+                )
             return False
         if plan.guarded and torch.cuda.current_device() != plan.device:
             with torch.cuda.device(plan.device):
@@ -268,14 +273,19 @@ class Int8Gemm:
         self._review()
 
     def _review(self) -> None:
-        """Pass calls straight to stock from now on if no device of this process can use ours."""
+        """Note whether any device of this process can use our kernels at all."""
         self._reviewed = True
         indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else (-1,)
-        self.useful = not all(
-            self._breaker.reason(self._operation, index) is not None
-            or device_reason(profile(index), self._int8) is not None
-            for index in indices
-        )
+        self.useful = any(self._can_use(index) for index in indices)
+
+    def _can_use(self, device: int) -> bool:
+        if self._breaker.reason(self._operation, device) is not None:
+            return False
+        try:
+            return device_reason(profile(device), self._int8) is None
+        except Exception:
+            # A driver that does not answer: if a call needs this device, its breaker will say why.
+            return False
 
 
 def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:

@@ -84,6 +84,7 @@ class _Quantizer:
             whole = whole or tuple(_empty(part, m, part.shape[-1]) for part in parts)
             for target, part in zip(whole, parts, strict=True):
                 target[rows].copy_(part)
+            del part, parts  # Before stock makes the next ones.
         return whole
 
 
@@ -136,6 +137,7 @@ class _Linear:
                 # a call that it refuses costs nothing.
                 whole = _empty(part, m, n) if whole is None else whole
                 whole[rows, columns].copy_(part)
+                del part  # Before stock makes the next one.
         assert whole is not None
         return whole.reshape(*lead, n)
 

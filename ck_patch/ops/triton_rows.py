@@ -100,7 +100,7 @@ class _Linear:
         if not (size and x.dim() and weight.dim()):
             return False
         return (
-            size // x.shape[-1] * weight.shape[0] >= chunks.LIMIT
+            size // x.size(-1) * weight.size(0) >= chunks.LIMIT
             or size >= chunks.LIMIT
             or weight.numel() >= chunks.LIMIT
         )

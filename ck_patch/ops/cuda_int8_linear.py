@@ -21,11 +21,12 @@ from ck_patch.ops.gemm import CODES, Int8Gemm
 class CudaInt8Linear:
     """The op behind the slot.
 
-    It takes what the registry passes, keywords only, for a plain linear: x [..., K] float32,
-    float16 or bfloat16 with at least three rows, weight int8 [N, K], weight_scale float32 with one
-    or N values, bias of N values in the output dtype or none. Rotation, input activations,
-    residuals, one or two rows (which have kernels of their own) and everything else go to stock
-    whole. The activation is quantized by stock's kernel, so that only the GEMM is ours.
+    It takes what the registry passes, keywords only, for a plain or a rotated linear: x [..., K]
+    float32, float16 or bfloat16 with at least three rows, weight int8 [N, K], weight_scale float32
+    with one or N values, bias of N values in the output dtype or none. Input activations,
+    residuals, rotations that stock does in two steps, one or two rows (which have kernels of their
+    own) and everything else go to stock whole. The activation is rotated and quantized by stock's
+    own kernels, so that only the GEMM is ours.
     """
 
     def __init__(self, stock: Function, context: OpContext) -> None:
@@ -33,6 +34,7 @@ class CudaInt8Linear:
         entry = self._host._C.cutlass_int8_dequant
         self._stock_gemm: Function = getattr(entry, "__wrapped__", entry)
         self._gemm = Int8Gemm("cuda_int8_linear", self._stock_gemm, context)
+        self._device_type = "cuda"
         # A CPU build of torch has neither of the two.
         self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -79,19 +81,20 @@ class CudaInt8Linear:
         **unknown: Any,
     ) -> torch.Tensor | None:
         """The result, or None where the call is stock's."""
-        if unknown or convrot or residual is not None or input_act not in (None, "none"):
+        if unknown or residual is not None or input_act not in (None, "none"):
             return None
         plain = torch.Tensor
         if type(bias) is torch.nn.Parameter:
             bias = bias.detach()
-        if not (type(x) is type(weight) is type(weight_scale) is plain and x.is_cuda):
+        if not type(x) is type(weight) is type(weight_scale) is plain:
             return None
         dtype = out_dtype or x.dtype
         n, k = weight.shape if weight.dim() == 2 else (0, 0)
         rows = x.numel() // k if k and x.dim() and x.shape[-1] == k else 0
         device = x.get_device()
         if (
-            rows < 3
+            x.device.type != self._device_type
+            or rows < 3
             or x.dtype not in CODES
             or dtype not in CODES
             or x.requires_grad
@@ -117,21 +120,36 @@ class CudaInt8Linear:
         if plan is None:
             return None
         x_2d = x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
+        if convrot and not self._rotates_in_one_step(x_2d, convrot_groupsize):
+            return None
         if weight_scale.numel() != n:
             weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
         on = x.device
-        x_int8 = torch.empty((rows, k), dtype=torch.int8, device=on)
-        x_scale = torch.empty((rows, 1), dtype=torch.float32, device=on)
-        out = torch.empty((rows, n), dtype=dtype, device=on)
         stream = self._current_stream(device)
-        quantize = self._host._C.quantize_int8_rowwise
-        quantize(to_dlpack(x_2d), to_dlpack(x_int8), to_dlpack(x_scale), False, 0, stream)
+        if convrot:
+            x_int8, x_scale = self._host.quantize_int8_rowwise_convrot64(x_2d, convrot_groupsize)
+        else:
+            x_int8 = torch.empty((rows, k), dtype=torch.int8, device=on)
+            x_scale = torch.empty((rows, 1), dtype=torch.float32, device=on)
+            quantize = self._host._C.quantize_int8_rowwise
+            quantize(to_dlpack(x_2d), to_dlpack(x_int8), to_dlpack(x_scale), False, 0, stream)
+        out = torch.empty((rows, n), dtype=dtype, device=on)
         if bias is None:
             bias = self._host._empty_cuda_tensor(on, dtype)
         tensors = (x_int8, weight, x_scale, weight_scale, bias, out)
         if not self._gemm.launch(plan, tensors, stream):
             return None
         return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+
+    def _rotates_in_one_step(self, x: torch.Tensor, group: object) -> bool:
+        """Whether stock rotates and quantizes these rows in one kernel; its own condition."""
+        k = x.shape[1]
+        return (
+            group == 256
+            and k % 256 == 0
+            and k <= self._host._CONVROT_FUSED_MAX_K
+            and self._host._convrot_fused_shared_memory_fits(x, k, group)
+        )
 
 
 def build(stock: Function, context: OpContext) -> CudaInt8Linear:

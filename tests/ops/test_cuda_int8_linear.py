@@ -1,0 +1,208 @@
+"""The whole linear on the CPU: a stand-in for the host's quantizers, the kernel interpreted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+HOST = "host_of_cuda_int8_linear"
+Form = dict[str, Any]
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-30)
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any) -> torch.Tensor:
+    """What stock returns for the same quantized rows, exactly, in float32."""
+    q, x_scale = quantize(x.reshape(-1, x.shape[-1]))
+    out = (q.long() @ weight.long().t()).float() * x_scale
+    out = out.double() * scale.reshape(-1).double()
+    return (out if bias is None else out + bias.double()).float().reshape(*x.shape[:-1], -1)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that looks like the CUDA backend; `rotated` and `stock` count their calls."""
+    module: Any = ModuleType(HOST)
+    module.stock, module.rotated = [], []
+
+    def fill(x: object, q: object, scale: object, stochastic: bool, seed: int, stream: int) -> None:
+        assert (stochastic, seed, stream) == (False, 0, 7)
+        values, scales = quantize(from_dlpack(x))
+        from_dlpack(q).copy_(values)
+        from_dlpack(scale).copy_(scales)
+
+    def rotate(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        module.rotated.append(group)
+        return quantize(x)
+
+    def int8_linear(**kwargs: Any) -> str:
+        module.stock.append(kwargs)
+        return "stock"
+
+    int8_linear.__module__ = HOST
+    module.int8_linear = int8_linear
+    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True, quantize_int8_rowwise=fill)
+    module._DISABLE_CUTLASS_INT8 = False
+    module._CONVROT_FUSED_MAX_K = 512
+    module._convrot_fused_shared_memory_fits = lambda x, k, group: True
+    module._empty_cuda_tensor = lambda device, dtype: torch.empty(0, dtype=dtype)
+    module.quantize_int8_rowwise_convrot64 = rotate
+    monkeypatch.setitem(sys.modules, HOST, module)
+    return module
+
+
+@pytest.fixture
+def op(host: Any) -> Any:
+    from ck_patch.breaker import Breaker
+    from ck_patch.context import OpContext
+    from ck_patch.ops.cuda_int8_linear import build
+    from ck_patch.releases import RELEASES
+    from ck_patch.settings import Settings
+
+    context = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=False)
+    op = build(host.int8_linear, context)
+    op._device_type = "cpu"
+    op._current_device = lambda: -1
+    op._current_stream = lambda device: 7
+    return op
+
+
+def form(x: torch.Tensor | None = None, **changes: Any) -> Form:
+    k = 64
+    given = {
+        "x": torch.randn(5, k) if x is None else x,
+        "weight": torch.randint(-127, 128, (24, k), dtype=torch.int8),
+        "weight_scale": torch.rand(24) * 0.01,
+        "bias": torch.randn(24),
+        "out_dtype": torch.float32,
+        "convrot": False,
+        "convrot_groupsize": 256,
+        "input_act": None,
+        "input_act_weight": None,
+        "input_act_eps": 0.0,
+        "residual": None,
+        "residual_scale": None,
+    }
+    return {**given, **changes}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        form,
+        lambda: form(torch.randn(3, 7, 64)),
+        lambda: form(torch.randn(1, 2, 3, 64)),
+        lambda: form(torch.randn(64, 9).t()),
+        lambda: form(torch.randn(6, 96)[:, 16:80]),
+        lambda: form(bias=None),
+        lambda: form(bias=torch.nn.Parameter(torch.randn(24))),
+        lambda: form(weight_scale=torch.tensor(0.01)),
+        lambda: form(weight_scale=torch.tensor([0.01])),
+        lambda: form(weight_scale=torch.rand(24, 1)),
+        lambda: form(input_act="none"),
+        lambda: form(out_dtype=None),
+    ],
+)
+def test_a_plain_linear_is_computed_without_stock(
+    op: Any, host: Any, make: Callable[[], Form]
+) -> None:
+    given = make()
+    out = op.function(**given)
+    exact = linear(given["x"], given["weight"], given["weight_scale"], given["bias"])
+    assert host.stock == []
+    assert out.shape == exact.shape
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-4)
+    assert not out.requires_grad
+
+
+def test_a_rotation_that_stock_does_in_one_kernel_is_stocks_kernel(op: Any, host: Any) -> None:
+    weight = torch.randint(-127, 128, (24, 512), dtype=torch.int8)
+    given = form(torch.randn(5, 512), weight=weight, convrot=True)
+    out = op.function(**given)
+    assert host.rotated == [256]
+    exact = linear(given["x"], weight, given["weight_scale"], given["bias"])
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.randn(2, 64)},
+        {"x": torch.randn(64)},
+        {"x": torch.empty(0, 64)},
+        {"x": torch.randn(5, 64, requires_grad=True)},
+        {"x": torch.randn(5, 48)},
+        {"x": torch.randn(5, 64).double()},
+        {"x": torch.randn(5, 64, device="meta")},
+        {"x": 7},
+        {"weight": torch.zeros(24, 64)},
+        {"weight": torch.zeros(24, 128, dtype=torch.int8)[:, ::2]},
+        {"weight": None},
+        {"weight_scale": torch.ones(24, dtype=torch.bfloat16)},
+        {"weight_scale": torch.ones(23)},
+        {"weight_scale": 0.5},
+        {"bias": torch.ones(24).half()},
+        {"bias": torch.ones(1)},
+        {"bias": 0.0},
+        {"out_dtype": torch.float64},
+        {"convrot": True},
+        {"input_act": "swiglu"},
+        {"residual": torch.ones(5, 24)},
+        {"unheard_of": 1},
+    ],
+    ids=lambda changes: f"{next(iter(changes))}",
+)
+def test_everything_else_is_stocks_whole_and_untouched(op: Any, host: Any, changes: Form) -> None:
+    given = form(**changes)
+    assert op.function(**given) == "stock"
+    (seen,) = host.stock
+    assert seen.keys() == given.keys()
+    assert all(seen[name] is value for name, value in given.items())
+    assert op._gemm._breaker.snapshot() == ()
+
+
+def test_the_hosts_own_switch_against_cutlass_is_obeyed(op: Any, host: Any) -> None:
+    host._DISABLE_CUTLASS_INT8 = True
+    assert op.function(**form()) == "stock"
+
+
+def test_a_failure_of_ours_gives_stocks_result_and_keeps_it(op: Any, host: Any) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    host._C.quantize_int8_rowwise = broken
+    for _ in range(3):
+        assert op.function(**form()) == "stock"
+    assert len(host.stock) == 3
+    (opened,) = op._gemm._breaker.snapshot()
+    assert (opened.operation, "planted" in opened.reason) == ("cuda_int8_linear", True)
+
+
+def test_a_dead_context_and_an_interrupt_are_the_callers(op: Any, host: Any) -> None:
+    for error in (
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        KeyboardInterrupt(),
+    ):
+
+        def broken(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        host._C.quantize_int8_rowwise = broken
+        with pytest.raises(type(error)):
+            op.function(**form())
+    assert host.stock == []
+
+
+def test_a_deactivated_op_passes_everything_to_stock(op: Any, host: Any) -> None:
+    op.deactivate()
+    assert op.function(**form()) == "stock"

@@ -5,7 +5,7 @@ test cannot share a process. Every such test is still collected, selected and re
 one; only its body runs elsewhere. With TRITON_INTERPRET=1 set outside it runs in place, for
 debuggers: `TRITON_INTERPRET=1 pytest tests/ops`.
 
-A folder with such tests imports the two hooks into its conftest.py.
+A folder with such tests imports the hooks into its conftest.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class _Worker:
                 config=self._config, data=json.loads(line)
             )
             if isinstance(report, pytest.TestReport):
+                if isinstance(report.longrepr, list):  # JSON's idea of the tuple of a skip.
+                    path, line, reason = report.longrepr
+                    report.longrepr = path, line, reason
                 self._reports.setdefault(report.nodeid, []).append(report)
         return self._reports.pop(item.nodeid)
 
@@ -87,8 +90,18 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if MARK not in item.keywords:
+        return
+    from tests.interpreter_facts import interpreter_fault
+
+    fault = interpreter_fault()
+    if fault is not None:
+        pytest.skip(fault)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if MARK not in item.keywords or interpreting():
         return None
     config = item.config
@@ -100,6 +113,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in config.stash[_WORKER].reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What the test before this one left set up for this folder, if the next one is elsewhere.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ck_patch import shapes, tiles
@@ -203,6 +203,11 @@ devices = st.one_of(
 )
 
 
+# The same examples in every run, however busy the machine.
+repeatable = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@repeatable
 @given(calls, devices, st.sampled_from(INT8.choices))
 def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
     call: GemmCall, device: DeviceProfile, int8: str
@@ -227,6 +232,7 @@ def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
         assert tiles.fits(route.config, device.shared_memory, device.capability, out_bytes)
 
 
+@repeatable
 @given(calls, devices)
 def test_auto_never_takes_what_triton_would_not(call: GemmCall, device: DeviceProfile) -> None:
     if decide(call, device, "auto").config is not None:

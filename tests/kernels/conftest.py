@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.interpreter import pytest_configure, pytest_runtest_protocol
+from tests.interpreter import pytest_configure, pytest_runtest_protocol, pytest_runtest_setup
 
-__all__ = ["pytest_configure", "pytest_runtest_protocol"]
+__all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_runtest_setup"]

@@ -67,7 +67,7 @@ def run(config: TileConfig, call: Operands) -> None:
 
 
 def expected(call: Operands) -> torch.Tensor:
-    from tests.interpreter_rounding import interpreter_rounding
+    from tests.interpreter_facts import interpreter_rounding
 
     tensors = (call.a, call.b, call.x_scale, call.w_scale, call.bias)
     return reference.gemm(*tensors, call.d.dtype, interpreter_rounding())

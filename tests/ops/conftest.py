@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ck_patch import log
-from tests.interpreter import pytest_configure, pytest_runtest_protocol
+from tests.interpreter import pytest_configure, pytest_runtest_protocol, pytest_runtest_setup
 
-__all__ = ["pytest_configure", "pytest_runtest_protocol"]
+__all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_runtest_setup"]
 
 
 @pytest.fixture(autouse=True)

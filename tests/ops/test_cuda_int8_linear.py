@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+pytestmark = pytest.mark.interpreter
+
 HOST = "host_of_cuda_int8_linear"
 Form = dict[str, Any]
 

@@ -48,7 +48,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     file = tmp_path / f"{NAME}.py"
     file.write_text("import sys\nloader = __spec__.loader\n")
     found = Host(file)
-    monkeypatch.setattr(sys, "meta_path", [found.finder, *sys.meta_path])
+    # An installed start file has put a finder of its own into the process that runs the tests.
+    others = [finder for finder in sys.meta_path if type(finder).__module__ != Finder.__module__]
+    monkeypatch.setattr(sys, "meta_path", [found.finder, *others])
     yield found
     sys.modules.pop(NAME, None)
 

@@ -60,7 +60,7 @@ CACHE_DIR = Variable(
     "directory",
     "",
     "Absolute path of the folder for what is measured on this machine; empty means ck_patch in "
-    "the user's cache folder.",
+    "the user's cache folder. This version measures nothing and writes nothing.",
 )
 
 VARIABLES = (ENABLED, INT8, SLOTS, LOG, CACHE_DIR)

@@ -101,9 +101,10 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
         return tiles.INTERPRETER, "Triton's interpreter is on"
     if device.capability == (9, 0):
         config = tiles.hopper(m, n, k, device.sm_count, OUT_BYTES[call.out_dtype])
-        if config is None:
+        if config is not None:
+            return config, "measured faster than stock on sm_90"
+        if int8 == "auto":
             return None, "stock is as fast at this size with this K on sm_90"
-        return config, "measured faster than stock on sm_90"
     if int8 == "triton":
         return tiles.mma_sync(m), "CK_PATCH_INT8=triton"
     if m < 128:

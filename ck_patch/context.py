@@ -27,6 +27,10 @@ class OpContext:
     check_first: bool
 
 
+class Refused(Exception):
+    """Raised by a factory: the slot stays on stock, for the reason that the text gives."""
+
+
 class Replacement(Protocol):
     """One op, built and ready to be installed in place of the stock function it was built from."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 KIB = 1024
@@ -13,13 +14,15 @@ KIB = 1024
 @dataclass(frozen=True)
 class DeviceProfile:
     """A device as the policy sees it. `kind` is "cuda", "interpreter" (the CPU, with Triton's
-    interpreter on) or "other"; shared_memory is bytes per block, opted in."""
+    interpreter on) or "other"; shared_memory is bytes per block, opted in; `descriptors` says
+    whether kernels can be given TMA descriptors made on the host."""
 
     kind: Literal["cuda", "interpreter", "other"]
     name: str
     capability: tuple[int, int] = (0, 0)
     sm_count: int = 1
     shared_memory: int = 0
+    descriptors: bool = False
 
     @property
     def architecture(self) -> str:
@@ -52,6 +55,8 @@ def profile(index: int) -> DeviceProfile:
         (properties.major, properties.minor),
         properties.multi_processor_count,
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        # TMA came with sm_90, and Triton's host-side descriptors with 3.4.
+        properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
     )
 
 
@@ -66,9 +71,9 @@ KNOWN = (
     DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB),
     DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB),
     DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB),
-    DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB),
-    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB),
-    DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB),
-    DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB),
-    DeviceProfile("cuda", "GB10", (12, 1), 48, 99 * KIB),
+    DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB, True),
+    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True),
+    DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB, True),
+    DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB, True),
+    DeviceProfile("cuda", "GB10", (12, 1), 48, 99 * KIB, True),
 )

@@ -11,7 +11,7 @@ import torch
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 
-_Capsule = type(to_dlpack(torch.empty(0)))
+_Capsule = type(to_dlpack(torch.empty(0, device="cpu")))
 
 
 def open_capsules(values: Sequence[object]) -> list[object]:

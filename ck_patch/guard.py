@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from types import FunctionType
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -119,9 +120,11 @@ def objection(slot: Slot, function: object, expected: str) -> str | None:
             own = not hasattr(function, "__wrapped__")
             text = (function.__doc__ or "").partition("\n")[0]
         else:
-            # functools.wraps copies the name of the module, but not where the code really lives.
+            # functools.wraps copies the name of the module, but not where the code really lives;
+            # wrapt's wrappers pass on even that, and the class, but not to type().
             home = sys.modules[slot.bindings[0].module]
-            own = getattr(function, "__globals__", None) is vars(home)
+            kind: type = type(function)
+            own = kind is FunctionType and getattr(function, "__globals__", None) is vars(home)
             text = str(inspect.signature(function))
         if not own:
             return f"was replaced by another patcher ({name_of(function)})"

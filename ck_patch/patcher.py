@@ -14,7 +14,7 @@ from typing import Literal
 import ck_patch
 from ck_patch import guard, log, releases, settings
 from ck_patch.breaker import Breaker, OpenBreaker
-from ck_patch.context import Factory, Function, OpContext, Replacement
+from ck_patch.context import Factory, Function, OpContext, Refused, Replacement
 from ck_patch.slots import SLOTS, Binding, Slot
 
 State = Literal["patched", "stock", "covered"]
@@ -115,6 +115,8 @@ class Patcher:
             for slot, plan in plans:
                 try:
                     refusal = self._converge(slot, plan)
+                except Refused as error:
+                    refusal = str(error)
                 except guard.BROKEN as error:
                     refusal = f"patching failed ({guard.describe(error)})"
                 self._refusals[slot.name] = refusal

@@ -75,7 +75,7 @@ def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
     if config is None:
         return Route(None, reason)
     if device.kind == "cuda" and not tiles.fits(
-        config, device.shared_memory, device.capability, OUT_BYTES[call.out_dtype]
+        config, device.shared_memory, device.descriptors, OUT_BYTES[call.out_dtype]
     ):
         return Route(None, f"{config.name} needs more shared memory than {device.name} has")
     return Route(config, reason)
@@ -100,7 +100,8 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
     if device.kind == "interpreter":
         return tiles.INTERPRETER, "Triton's interpreter is on"
     if device.capability == (9, 0):
-        config = tiles.hopper(m, n, k, device.sm_count, OUT_BYTES[call.out_dtype])
+        out_bytes = OUT_BYTES[call.out_dtype]
+        config = tiles.hopper(m, n, k, device.sm_count, out_bytes, device.descriptors)
         if config is not None:
             return config, "measured faster than stock on sm_90"
         if int8 == "auto":

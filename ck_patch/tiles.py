@@ -49,12 +49,10 @@ class TileConfig:
         return max(pipeline, self.block_m * self.block_n * out_bytes) + barriers
 
 
-def fits(
-    config: TileConfig, shared_memory: int, capability: tuple[int, int], out_bytes: int
-) -> bool:
-    """Whether a device of that capability, with that many bytes of shared memory per block, can
-    run the configuration. TMA came with sm_90."""
-    if config.family != "pointer" and capability < (9, 0):
+def fits(config: TileConfig, shared_memory: int, descriptors: bool, out_bytes: int) -> bool:
+    """Whether a device with that many bytes of shared memory per block, and with TMA descriptors or
+    without, can run the configuration."""
+    if config.family != "pointer" and not descriptors:
         return False
     return config.shared_memory(out_bytes) <= shared_memory
 
@@ -109,9 +107,11 @@ HOPPER_SMALL = (
 _LARGE = 2**36
 
 
-def hopper(m: int, n: int, k: int, sm_count: int, out_bytes: int) -> TileConfig | None:
+def hopper(
+    m: int, n: int, k: int, sm_count: int, out_bytes: int, descriptors: bool = True
+) -> TileConfig | None:
     """The configuration that sm_90 runs a shape with; None where stock is as fast or faster."""
-    if m * n * k < _LARGE:
+    if m * n * k < _LARGE or not descriptors:
         return _hopper_small(m, n, k, sm_count)
     if k >= 13312 and n <= 6144 and m >= 4096:
         return HOPPER_DEEP

@@ -13,8 +13,10 @@ from typing import Any, cast
 import torch
 import wrapt
 
-from ck_patch.context import Function, OpContext
+from ck_patch.breaker import classify
+from ck_patch.context import Function, OpContext, Refused
 from ck_patch.dlpack import to_dlpack
+from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.gemm import CODES, Int8Gemm
 
 
@@ -30,10 +32,11 @@ class CudaInt8Linear:
     """
 
     def __init__(self, stock: Function, context: OpContext) -> None:
+        if context.check_first:
+            raise Refused("a release newer than the tested ones may do other things in int8_linear")
         self._host: Any = sys.modules[stock.__module__]
-        entry = self._host._C.cutlass_int8_dequant
-        self._stock_gemm: Function = getattr(entry, "__wrapped__", entry)
-        self._gemm = Int8Gemm("cuda_int8_linear", self._stock_gemm, context)
+        self._entry = self._host._C.cutlass_int8_dequant
+        self._gemm = Int8Gemm("cuda_int8_linear", _stock_of(self._entry), context)
         self._device_type = "cuda"
         # A CPU build of torch has neither of the two.
         self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -53,13 +56,22 @@ class CudaInt8Linear:
     def _call(
         self, stock: Function, instance: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not (self._active and self._gemm.useful) or args:
+        if (
+            not (self._active and self._gemm.useful)
+            or args
+            # Whoever replaced the entry since wants it called.
+            or self._host._C.cutlass_int8_dequant is not self._entry
+            # Dynamo must not trace into the launch: the kernel would be its own, not ours.
+            or torch.compiler.is_compiling()
+        ):
             return stock(*args, **kwargs)
         try:
             out = self._linear(**kwargs)
         except Exception as error:
-            x = kwargs.get("x")
-            self._gemm.failed(error, x.get_device() if isinstance(x, torch.Tensor) else -1)
+            # The GEMM accounts for its own failures. This is an argument that does not answer, or
+            # stock's quantizer: stock itself says it best, if the context is alive.
+            if classify(error) == "sticky":
+                raise
             out = None
         return stock(**kwargs) if out is None else out
 
@@ -117,7 +129,11 @@ class CudaInt8Linear:
         ):
             return None
         plan = self._gemm.plan(device, rows, n, k, dtype, None if bias is None else dtype)
-        if plan is None:
+        # Ask before the activation is quantized: declining later would cost that.
+        if plan is None or not self._gemm.ready(plan):
+            return None
+        starts = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+        if (starts | (weight_scale.data_ptr() if weight_scale.numel() == n else 0)) & 15:
             return None
         x_2d = x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
         if convrot and not self._rotates_in_one_step(x_2d, convrot_groupsize):
@@ -150,6 +166,16 @@ class CudaInt8Linear:
             and k <= self._host._CONVROT_FUSED_MAX_K
             and self._host._convrot_fused_shared_memory_fits(x, k, group)
         )
+
+
+def _stock_of(entry: Any) -> Function:
+    """The stock function behind the entry; refuses one that another patcher has replaced."""
+    if not hasattr(entry, "__wrapped__"):
+        return cast(Function, entry)
+    wrapper = getattr(entry, "_self_wrapper", None)
+    if isinstance(getattr(wrapper, "__self__", None), CutlassInt8Dequant):
+        return cast(Function, entry.__wrapped__)
+    raise Refused("another patcher has replaced _C.cutlass_int8_dequant")
 
 
 def build(stock: Function, context: OpContext) -> CudaInt8Linear:

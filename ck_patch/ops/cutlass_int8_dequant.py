@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 import wrapt
 
 from ck_patch.context import Function, OpContext
@@ -38,7 +39,13 @@ class CutlassInt8Dequant:
     def _call(
         self, stock: Function, instance: object, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not (self._active and self._gemm.useful) or kwargs or len(args) != 8:
+        if (
+            not (self._active and self._gemm.useful)
+            or kwargs
+            or len(args) != 8
+            # Dynamo must not trace into the launch: the kernel would be its own, not ours.
+            or torch.compiler.is_compiling()
+        ):
             return stock(*args, **kwargs)
         opened = open_capsules(args[:6])
         if self._gemm.run(opened, args[6], args[7]):

@@ -31,6 +31,9 @@ _CHECKED_ROWS = 128
 _MAX_PLANS = 4096
 
 
+_MISSING = object()
+
+
 class _Kernel:
     """A GEMM, and whether its first result was equal to stock's."""
 
@@ -84,18 +87,18 @@ class Int8Gemm:
         `tensors` and `code` may be anything. Raises nothing but what stock could not help: an error
         after which the CUDA context is dead.
         """
-        key = _key(tensors, code, stream)
+        try:
+            key = _key(tensors, code, stream)
+        except Exception:
+            return (
+                False  # A tensor that does not answer, a sparse one for instance: stock will say.
+            )
         if key is None:
             return False
-        try:
-            if key in self._by_tensors:
-                plan = self._by_tensors[key]
-            else:
-                plan = self._plan_tensors(key, tensors, code)
-            return plan is not None and self.launch(plan, tensors, stream)
-        except Exception as error:
-            self.failed(error, tensors[0].get_device())
-            return False
+        plan = self._by_tensors.get(key, _MISSING)
+        if plan is _MISSING:
+            plan = self._plan_tensors(key, tensors, code)
+        return plan is not None and self.launch(cast(Plan, plan), tensors, stream)
 
     def plan(
         self,
@@ -106,21 +109,40 @@ class Int8Gemm:
         out_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
     ) -> Plan | None:
-        """How our kernels do this GEMM, or None if it is stock's."""
+        """How our kernels do this GEMM, or None if it is stock's. Raises as `run` does."""
         key = (device, m, n, k, out_dtype, bias_dtype)
-        if key in self._plans:
-            return self._plans[key]
-        if not self._reviewed:
-            self._review()
-        if len(self._plans) >= _MAX_PLANS:
-            self._forget()
-        plan = self._plans[key] = self._decide(*key)
-        return plan
+        plan = self._plans.get(key, _MISSING)
+        if plan is not _MISSING:
+            return cast("Plan | None", plan)
+        try:
+            if not self._reviewed:
+                self._review()
+            if len(self._plans) >= _MAX_PLANS:
+                self._forget()
+            found = self._plans[key] = self._decide(*key)
+            return found
+        except Exception as error:
+            self._failed(error, device)
+            return None
+
+    def ready(self, plan: Plan) -> bool:
+        """Whether `launch` can do more than decline, as far as that can be told beforehand."""
+        return plan.kernel.proven or not (
+            self._first_use.locked() or torch.cuda.is_current_stream_capturing()
+        )
 
     def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
-        """Write `d` and return True, or leave a call that is well formed to stock."""
+        """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`
+        does."""
+        try:
+            return self._run(plan, tensors, stream)
+        except Exception as error:
+            self._failed(error, plan.device)
+            return False
+
+    def _run(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if _misaligned(pointers):
+        if misaligned(pointers):
             if log.paths_wanted():
                 log.path(
                     f"{self._operation}, a tensor that does not start on a multiple of 16 bytes: "
@@ -145,7 +167,8 @@ class Int8Gemm:
     def _prove(self, kernel: _Kernel, device: int, operands: Operands, stream: int) -> bool:
         """Run a kernel that is new to this device, and compare its result with stock's."""
         if device < 0:  # The interpreter: nothing to compile, and stock refuses CPU tensors.
-            kernel.gemm.run(operands)
+            with self._first_use:  # It is not made for threads.
+                kernel.gemm.run(operands)
             return True
         # Another thread compiles this or another kernel: stock is quicker than to wait for it.
         if not self._first_use.acquire(blocking=False):
@@ -155,6 +178,9 @@ class Int8Gemm:
                 # Compiling, loading a module and comparing are all forbidden under capture.
                 if torch.cuda.is_current_stream_capturing():
                     return False
+                # What is not written must not pass for right: the allocator may have handed out the
+                # memory of an equal result.
+                operands.d.fill_(torch.nan)
                 kernel.gemm.run(operands)
                 fault = self._compare(operands, stream)
         finally:
@@ -248,7 +274,7 @@ class Int8Gemm:
         self._by_tensors.clear()
         self._plans.clear()
 
-    def failed(self, error: Exception, device: int) -> None:
+    def _failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
         failure = classify(error)
         if failure == "sticky":
@@ -362,7 +388,7 @@ def _stream(pointer: int, device: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(pointer, device)
 
 
-def _misaligned(pointers: Sequence[int]) -> int:
+def misaligned(pointers: Sequence[int]) -> int:
     """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
     an empty bias starts at zero."""
     a, b, xs, ws, bias, d = pointers

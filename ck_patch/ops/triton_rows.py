@@ -103,6 +103,7 @@ class _Linear:
             size // x.size(-1) * weight.size(0) >= chunks.LIMIT
             or size >= chunks.LIMIT
             or weight.numel() >= chunks.LIMIT
+            or (not weight.is_contiguous() and _extent(weight) >= chunks.LIMIT)
         )
 
     def run(self, stock: Function, arguments: Mapping[str, Any]) -> Any:
@@ -119,7 +120,8 @@ class _Linear:
         whole: torch.Tensor | None = None
         for columns in chunks.chunks(n, n if n * k < chunks.LIMIT else chunks.columns_per_chunk(k)):
             by_column = {
-                "weight": weight[columns],
+                # Stock takes any strides, and the offsets are what must stay small.
+                "weight": weight[columns].contiguous(),
                 **_per_channel(arguments, n, columns),
             }
             widest = max(width, columns.stop - columns.start)
@@ -140,6 +142,13 @@ class _Linear:
                 del part  # Before stock makes the next one.
         assert whole is not None
         return whole.reshape(*lead, n)
+
+
+def _extent(matrix: torch.Tensor) -> int:
+    """Elements from the first to the last, those between that belong to others included."""
+    return 1 + sum(
+        (size - 1) * abs(stride) for size, stride in zip(matrix.shape, matrix.stride(), strict=True)
+    )
 
 
 def _rows(m: int, widest: int, name: str, shape: str) -> list[slice]:

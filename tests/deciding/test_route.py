@@ -229,7 +229,7 @@ def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
     assert call.accepts_bias
     if device.kind == "cuda":
         out_bytes = OUT_BYTES[call.out_dtype]
-        assert tiles.fits(route.config, device.shared_memory, device.capability, out_bytes)
+        assert tiles.fits(route.config, device.shared_memory, device.descriptors, out_bytes)
 
 
 @repeatable

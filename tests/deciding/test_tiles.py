@@ -41,16 +41,14 @@ def test_shared_memory_holds_the_pipeline_or_the_output_tile() -> None:
 def test_a_configuration_fits_exactly_where_its_shared_memory_does(
     config: TileConfig, limit: int, out_bytes: int
 ) -> None:
-    assert tiles.fits(config, limit, (9, 0), out_bytes) == (
-        config.shared_memory(out_bytes) <= limit
-    )
+    assert tiles.fits(config, limit, True, out_bytes) == (config.shared_memory(out_bytes) <= limit)
 
 
 @pytest.mark.parametrize("config", [TMA, PERSISTENT], ids=lambda config: config.name)
 def test_the_copy_engine_is_used_from_sm_90_on_only(config: TileConfig) -> None:
-    assert not tiles.fits(config, 1 << 20, (8, 9), 2)
-    assert tiles.fits(config, 1 << 20, (9, 0), 2)
-    assert tiles.fits(POINTER, 1 << 20, (8, 9), 2)
+    assert not tiles.fits(config, 1 << 20, False, 2)
+    assert tiles.fits(config, 1 << 20, True, 2)
+    assert tiles.fits(POINTER, 1 << 20, False, 2)
 
 
 @pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
@@ -60,7 +58,7 @@ def test_every_output_dtype_gets_a_configuration_that_fits_on_every_known_gpu(
     for config, out_dtypes in choices.chosen(device).items():
         for out_dtype in out_dtypes:
             out_bytes = 4 if out_dtype == "float32" else 2
-            assert tiles.fits(config, device.shared_memory, device.capability, out_bytes)
+            assert tiles.fits(config, device.shared_memory, device.descriptors, out_bytes)
 
 
 @pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)

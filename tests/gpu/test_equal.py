@@ -119,7 +119,7 @@ def test_every_configuration_is_bit_identical_wherever_it_is_forced(
     config: tiles.TileConfig, out_dtype: torch.dtype, record: Record
 ) -> None:
     gpu = profile(0)
-    if not tiles.fits(config, gpu.shared_memory, gpu.capability, out_dtype.itemsize):
+    if not tiles.fits(config, gpu.shared_memory, gpu.descriptors, out_dtype.itemsize):
         pytest.skip(f"{config.name} does not fit {gpu.name} with {out_dtype}")
     launcher = GEMMS[config.family]()
     compared = 0

@@ -210,5 +210,5 @@ def test_the_promise_wastes_less_than_a_fifth_of_a_block(config: TileConfig) -> 
     case = next(case for case in CASES if case.config == config and case.out_dtype != "float32")
     promise = config.shared_memory(2)
     assert promise - compiled(case).metadata.shared <= 0.2 * device.KIB * 227
-    assert tiles.fits(config, promise, (9, 0), 2)
-    assert not tiles.fits(config, promise - 1, (9, 0), 2)
+    assert tiles.fits(config, promise, True, 2)
+    assert not tiles.fits(config, promise - 1, True, 2)

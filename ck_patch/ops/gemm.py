@@ -127,9 +127,9 @@ class Int8Gemm:
 
     def ready(self, plan: Plan) -> bool:
         """Whether `launch` can do more than decline, as far as that can be told beforehand."""
-        return plan.kernel.proven or not (
-            self._first_use.locked() or torch.cuda.is_current_stream_capturing()
-        )
+        if plan.kernel.proven or plan.device < 0:
+            return True
+        return not (self._first_use.locked() or torch.cuda.is_current_stream_capturing())
 
     def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`

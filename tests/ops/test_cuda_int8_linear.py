@@ -178,7 +178,7 @@ def test_the_hosts_own_switch_against_cutlass_is_obeyed(op: Any, host: Any) -> N
     assert op.function(**form()) == "stock"
 
 
-def test_a_failure_of_ours_gives_stocks_result_and_keeps_it(op: Any, host: Any) -> None:
+def test_a_quantizer_that_fails_is_stocks_to_report(op: Any, host: Any) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("planted")
 
@@ -186,8 +186,52 @@ def test_a_failure_of_ours_gives_stocks_result_and_keeps_it(op: Any, host: Any) 
     for _ in range(3):
         assert op.function(**form()) == "stock"
     assert len(host.stock) == 3
+    assert op._gemm._breaker.snapshot() == ()
+
+
+def test_a_kernel_that_fails_gives_stocks_result_and_stays_out(
+    op: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ck_patch.kernels.int8_gemm import PointerGemm
+
+    def broken(*_: object) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(PointerGemm, "run", broken)
+    for _ in range(3):
+        assert op.function(**form()) == "stock"
     (opened,) = op._gemm._breaker.snapshot()
     assert (opened.operation, "planted" in opened.reason) == ("cuda_int8_linear", True)
+
+
+def test_an_unaligned_weight_is_not_quantized_for(op: Any, host: Any) -> None:
+    host._C.quantize_int8_rowwise = None
+    weight = torch.zeros(24 * 64 + 8, dtype=torch.int8)[8:].view(24, 64)
+    assert op.function(**form(weight=weight)) == "stock"
+
+
+def test_an_entry_that_another_patcher_replaced_is_not_bypassed(op: Any, host: Any) -> None:
+    from ck_patch.breaker import Breaker
+    from ck_patch.context import OpContext, Refused
+    from ck_patch.ops.cuda_int8_linear import build
+    from ck_patch.releases import RELEASES
+    from ck_patch.settings import Settings
+
+    stock = host._C.cutlass_int8_dequant
+
+    def foreign(*args: Any) -> Any:
+        return stock(*args)
+
+    foreign.__wrapped__ = stock  # type: ignore[attr-defined]
+    host._C.cutlass_int8_dequant = foreign
+    assert op.function(**form()) == "stock"
+    context = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=False)
+    with pytest.raises(Refused, match="another patcher"):
+        build(host.int8_linear, context)
+    host._C.cutlass_int8_dequant = stock
+    newer = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=True)
+    with pytest.raises(Refused, match="newer"):
+        build(host.int8_linear, newer)
 
 
 def test_a_dead_context_and_an_interrupt_are_the_callers(op: Any, host: Any) -> None:
@@ -207,4 +251,9 @@ def test_a_dead_context_and_an_interrupt_are_the_callers(op: Any, host: Any) -> 
 
 def test_a_deactivated_op_passes_everything_to_stock(op: Any, host: Any) -> None:
     op.deactivate()
+    assert op.function(**form()) == "stock"
+
+
+def test_dynamo_traces_stock_instead(op: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert op.function(**form()) == "stock"

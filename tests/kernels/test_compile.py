@@ -195,6 +195,11 @@ class TestBinary:
             # One product for each fused one: fewer where a sum over no K at all is peeled off.
             assert operations["mul"] <= operations["fma"]
 
+    def test_subnormal_numbers_are_flushed_as_in_stocks_epilogue(self, case: Case) -> None:
+        names = [name for name in instructions(case) if re.match(r"(fma|mul)\..*f32", name)]
+        assert names
+        assert all(".ftz." in name for name in names)
+
     def test_the_start_of_a_tile_is_64_bit(self, case: Case) -> None:
         source = compiled(case).asm["ttir"]
         pointers = {"pointer": ("a_ptr", "b_ptr", "d_ptr"), "tma": ("d_ptr",), "persistent": ()}

@@ -19,8 +19,12 @@ usable_python() {
 
 find_python() {
     local candidate
+    if [[ -n ${CK_PATCH_PYTHON:-} ]]; then
+        usable_python "$CK_PATCH_PYTHON" && command -v "$CK_PATCH_PYTHON"
+        return
+    fi
     # 3.11 first: every release of torch and comfy-kitchen named here has a wheel for it.
-    for candidate in ${CK_PATCH_PYTHON:-python3.11 python3.12 python3.13 python3.10 python3 python}; do
+    for candidate in python3.11 python3.12 python3.13 python3.10 python3 python; do
         if usable_python "$candidate"; then
             command -v "$candidate"
             return
@@ -37,11 +41,17 @@ fingerprint() {
     printf '%s\n' "$root" "$torch" "$("$python" --version)"
 }
 
+base_of() { "$1" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version)' 2>/dev/null; }
+
 make_environment() {
-    if "$python" -c '' >/dev/null 2>&1; then
+    local base
+    if [[ -n ${CK_PATCH_PYTHON:-} ]]; then
+        base=$(find_python) || die "CK_PATCH_PYTHON=$CK_PATCH_PYTHON is no Python 3.10 to 3.13 with the venv module"
+        # Another Python than the one that .venv was made from: make it anew.
+        [[ $(base_of "$python") != "$(base_of "$base")" ]] || return 0
+    elif "$python" -c '' >/dev/null 2>&1; then
         return
     fi
-    local base
     base=$(find_python) ||
         die "no Python 3.10 to 3.13 with the venv module was found (Debian: apt install python3-venv)"
     say "making $venv with $base ($("$base" --version))"

@@ -40,12 +40,32 @@ def test_it_leaves_the_choice_of_an_index_to_the_user(script: Path) -> None:
 
 
 @needs_bash
-def test_without_a_usable_python_it_says_what_to_install(tmp_path: Path) -> None:
+def test_a_python_that_is_none_is_named(tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     shutil.copytree(REPOSITORY / "scripts", scripts, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "pyproject.toml").touch()
-    env = os.environ | {"CK_PATCH_PYTHON": "/nonexistent/python"}
+    env = os.environ | {"CK_PATCH_PYTHON": "/no such/python"}
     done = subprocess.run([scripts / "run.sh"], env=env, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "no Python 3.10 to 3.13" in done.stderr
+    assert "CK_PATCH_PYTHON=/no such/python is no Python 3.10 to 3.13" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@needs_bash
+def test_an_environment_of_another_python_than_asked_for_is_made_anew(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    shutil.copytree(REPOSITORY / "scripts", scripts, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "pyproject.toml").touch()
+    old, asked = tmp_path / ".venv" / "bin" / "python", tmp_path / "with space" / "python"
+    for python in (old, asked):
+        python.parent.mkdir(parents=True)
+        # Its name is its base, and making an environment with it ends with 3.
+        python.write_text(
+            f'#!/bin/sh\n[ "$1" = -m ] && exit 3\necho "{python}"\n', encoding="utf-8"
+        )
+        python.chmod(0o755)
+    env = os.environ | {"CK_PATCH_PYTHON": str(asked)}
+    done = subprocess.run([scripts / "run.sh"], env=env, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert f"making {tmp_path}/.venv with {asked}" in done.stdout
+    assert not old.exists()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import shlex
 import site
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +15,8 @@ from pathlib import Path
 import ck_patch
 
 _BOOTSTRAP = "ck_patch._bootstrap"
+# Without these the patcher cannot be loaded, or patches nothing.
+_REQUIREMENTS = ("packaging", "wrapt")
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,18 @@ def _verdict(found: list[Path], unread: list[Path]) -> tuple[bool, str]:
     # Nothing else loads the bootstrap before a command runs.
     outcome = getattr(sys.modules.get(_BOOTSTRAP), "outcome", None)
     if outcome is not None:
-        return outcome.startswith("waits"), f"when this interpreter started: {outcome}"
+        reason = f"when this interpreter started: {outcome}"
+        missing = [problem for name in _REQUIREMENTS if (problem := _problem(name))]
+        return outcome.startswith("waits") and not missing, "; but ".join([reason, *missing])
     if sys.flags.no_site:
         if list(Path(sys.executable).parent.glob("python*._pth")):
             return False, f"the ._pth file beside {sys.executable} has no line `import site`"
         return False, "Python was started with -S and reads no .pth file"
     if found:
-        return False, f"{found[0]} did not run; install ck_patch anew"
+        return False, (
+            f"{found[0]} did not run; install ck_patch anew with "
+            f"{pip_install('--force-reinstall', '--no-deps', _checkout())}"
+        )
     users = Path(site.getusersitepackages())
     if any(file.parent == users for file in unread):
         return False, (
@@ -54,8 +65,29 @@ def _verdict(found: list[Path], unread: list[Path]) -> tuple[bool, str]:
         return False, f"{unread[0].parent} is no folder where Python reads .pth files"
     return False, (
         f"no start file is in the site-packages of this interpreter, ck_patch runs from "
-        f"{Path(ck_patch.__file__).parent}; install it with `{sys.executable} -m pip install`"
+        f"{Path(ck_patch.__file__).parent}; install it with {pip_install(_checkout())}"
     )
+
+
+def pip_install(*arguments: str) -> str:
+    """The command, quoted for a shell, that installs into this interpreter."""
+    words = [sys.executable, "-m", "pip", "install", *arguments]
+    return f"`{subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}`"
+
+
+def _checkout() -> str:
+    folder = Path(ck_patch.__file__).parent.parent
+    return str(folder) if (folder / "pyproject.toml").exists() else "PATH_OF_YOUR_CHECKOUT"
+
+
+def _problem(requirement: str) -> str | None:
+    try:
+        importlib.import_module(requirement)
+    except ModuleNotFoundError:
+        return f"{requirement} is missing; install it with {pip_install(requirement)}"
+    except (Exception, SystemExit) as error:
+        return f"{requirement} cannot be imported ({type(error).__name__}: {error})"
+    return None
 
 
 def _folders_python_reads() -> Iterable[str]:

@@ -21,6 +21,7 @@ import ck_patch
 from ck_patch import activation, preview, settings
 from ck_patch.activation import Activation
 from ck_patch.preview import Choice
+from ck_patch.slots import SLOTS
 
 # What a broken installation can raise at an import. KeyboardInterrupt is the user's.
 _BROKEN = (Exception, SystemExit)
@@ -261,7 +262,12 @@ def _device(index: int) -> Device:
 
 def _notes(packages: tuple[Package, ...]) -> Iterator[str]:
     """What is likely to explain a surprise."""
-    yield from settings.load().problems
+    wanted = settings.load()
+    yield from wanted.problems
+    slots = [slot.name for slot in SLOTS]
+    for name in wanted.slots or ():
+        if name not in slots:
+            yield f"{settings.SLOTS.name} names {name!r}, which is no slot"
     known = {variable.name for variable in settings.VARIABLES}
     for name in sorted(os.environ):
         if name.startswith("CK_PATCH") and name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import site
 import sys
 import types
@@ -11,6 +12,7 @@ import pytest
 
 from ck_patch import activation
 from tests.commands import running
+from tests.conftest import REPOSITORY
 
 START_FILE = "ck_patch.pth"
 
@@ -26,6 +28,8 @@ class Interpreter:
 
 @pytest.fixture
 def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interpreter:
+    for name in ("packaging", "wrapt"):
+        pytest.importorskip(name)  # Loaded now: the path is about to change.
     made = Interpreter(tmp_path)
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(made.site)])
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(made.users))
@@ -50,6 +54,18 @@ def test_active_when_start_up_waits_for_the_host(
     assert found.active
     assert found.files == (str(interpreter.site / START_FILE),)
     assert "waits for comfy_kitchen" in found.reason
+
+
+@pytest.mark.parametrize("name", ["packaging", "wrapt"])
+def test_not_active_where_the_patcher_lacks_what_it_needs(
+    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    started(monkeypatch, "waits for comfy_kitchen")
+    monkeypatch.setitem(sys.modules, name, None)
+    found = activation.examine()
+    assert not found.active
+    assert f"{name} is missing" in found.reason
+    assert f"-m pip install {name}`" in found.reason
 
 
 @pytest.mark.parametrize("outcome", ["switched off by CK_PATCH", "failed with ImportError"])
@@ -93,7 +109,7 @@ def test_a_start_file_elsewhere_on_the_path_is_explained(interpreter: Interprete
 def test_without_a_start_file_the_way_to_install_is_named(interpreter: Interpreter) -> None:
     found = activation.examine()
     assert found.files == ()
-    assert f"`{sys.executable} -m pip install`" in found.reason
+    assert f"-m pip install {shlex.quote(str(REPOSITORY))}`" in found.reason
 
 
 def test_a_real_interpreter_without_site_says_so() -> None:

@@ -79,7 +79,7 @@ def test_a_slot_on_stock_says_why(
 
 
 def test_settings_that_are_not_understood_are_noted(warm_interpreter: WarmInterpreter) -> None:
-    variables = {"CK_PATCH_INT8": "fast", "CK_PATCH_INT4": "1"}
+    variables = {"CK_PATCH_INT8": "fast", "CK_PATCH_INT4": "1", "CK_PATCH_SLOTS": "other"}
     report = parsed(warm_interpreter.run(INFO, env=variables))
     given = {variable["name"]: variable["given"] for variable in report["settings"]}
     assert given["CK_PATCH_INT8"] == "fast"
@@ -87,6 +87,7 @@ def test_settings_that_are_not_understood_are_noted(warm_interpreter: WarmInterp
     notes = "\n".join(report["notes"])
     assert "CK_PATCH_INT8='fast' is none of auto, stock, triton, fp16; it means auto" in notes
     assert "CK_PATCH_INT4 is no variable of ck_patch" in notes
+    assert "CK_PATCH_SLOTS names 'other', which is no slot" in notes
 
 
 FAILURES = {

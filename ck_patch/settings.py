@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from ck_patch import slots
+
 Kind = Literal["switch", "choice", "names", "directory"]
 T = TypeVar("T")
 
@@ -38,21 +40,26 @@ INT8 = Variable(
     "CK_PATCH_INT8",
     "choice",
     "auto",
-    "Which path an INT8 GEMM takes: auto decides per device and shape, the others force one.",
+    "Which path an INT8 GEMM takes. auto: decided per device and shape. stock: never ours. triton: "
+    "ours wherever Triton can compile it, sm_80 and newer, also where stock may be faster. fp16: "
+    "no slot has such a path yet, so GEMMs stay on stock.",
     ("auto", "stock", "triton", "fp16"),
 )
 SLOTS = Variable(
     "CK_PATCH_SLOTS",
     "names",
     "",
-    "Comma list of the slots that may be patched; empty means all.",
+    "Comma list of the slots that may be patched; empty means all. There are: "
+    + ", ".join(slot.name for slot in slots.SLOTS)
+    + ". An unknown name warns, and patches nothing of that name.",
 )
 LOG = Variable(
     "CK_PATCH_LOG",
     "choice",
     "info",
     "off is silent; info says what was patched and what failed; path adds one line per unique "
-    "shape that says which path ran.",
+    "shape that says which path ran. The lines go to the logger ck_patch at INFO, which ComfyUI "
+    "shows, and so do this project's own commands; other programs need logging configured.",
     ("off", "info", "path"),
 )
 CACHE_DIR = Variable(

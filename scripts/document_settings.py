@@ -11,9 +11,9 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Environment variables, read when `comfy_kitchen` is imported and at each `ck_patch.enable()`. A
-value that is not understood warns once and means the default; `python -m ck_patch info` shows what
-is set.
+Environment variables, read when `comfy_kitchen` is imported and at each `ck_patch.enable()`;
+`CK_PATCH` is read when Python starts as well. A value that is not understood warns once and means
+the default; `python -m ck_patch info` shows what is set.
 
 | variable | values | default | what it does |
 |---|---|---|---|

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import ck_patch
+
+# Of one matrix. Far above it, torch cannot even express the size.
+_MOST_ELEMENTS = 2**40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +31,18 @@ def _run(options: argparse.Namespace) -> int:
         # A path may hold letters that the terminal's encoding lacks: show them escaped.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    # This program has no logging of its own that would show the lines of ck_patch.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ck_patch: %(message)s"))
+    logger = logging.getLogger("ck_patch")
+    logger.addHandler(handler)
+    try:
+        return _command(options)
+    finally:
+        logger.removeHandler(handler)
+
+
+def _command(options: argparse.Namespace) -> int:
     # Imported by whoever runs it: each must work where what the other needs is broken.
     if options.command == "info":
         from ck_patch import info
@@ -71,10 +87,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _file(text: str) -> Path:
+    """A file that can be written: found out now and not after minutes of measuring."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        # Found out now and not after minutes of measuring.
-        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+        is_there = path.exists()
+        # Opening a pipe and closing it again would look like the end to its reader.
+        if path.is_file() or not is_there:
+            path.open("a").close()
+        if not is_there:
+            path.unlink()
+    except OSError as error:
+        reason = f"{text} cannot be written ({error.strerror})"
+        raise argparse.ArgumentTypeError(reason) from None
     return path
 
 
@@ -82,7 +108,11 @@ def _shape(text: str) -> tuple[int, int, int]:
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
         raise argparse.ArgumentTypeError(f"{text} is not of the form MxNxK")
+    if max(map(len, sizes)) > 10:
+        raise argparse.ArgumentTypeError(f"{text[:60]} is larger than any GPU's memory")
     m, n, k = map(int, sizes)
+    if max(m * k, n * k, m * n) > _MOST_ELEMENTS:
+        raise argparse.ArgumentTypeError(f"{text} is larger than any GPU's memory")
     if min(m, n, k) < 1:
         raise argparse.ArgumentTypeError(f"{text} has nothing to compute")
     return m, n, k

@@ -38,10 +38,17 @@ class Choice:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-def choices(device: DeviceProfile, int8: str) -> tuple[Choice, ...]:
+def named(shapes: Sequence[Shape] | None) -> tuple[tuple[str, Shape], ...]:
+    """The shapes given to --shape, or those of models."""
+    return tuple(("--shape", shape) for shape in shapes) if shapes else SHAPES
+
+
+def choices(
+    device: DeviceProfile, int8: str, shapes: Sequence[tuple[str, Shape]] = SHAPES
+) -> tuple[Choice, ...]:
     """The routes on `device` under CK_PATCH_INT8=`int8`."""
     found = []
-    for model, (m, n, k) in SHAPES:
+    for model, (m, n, k) in shapes:
         chosen = route.decide(route.GemmCall(m, n, k, "bfloat16"), device, int8)
         found.append(Choice(model, m, n, k, chosen.path, chosen.reason))
     return tuple(found)

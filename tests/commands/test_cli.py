@@ -33,11 +33,14 @@ def test_the_version_is_the_package_s_own(capsys: pytest.CaptureFixture[str]) ->
         ["demo", "--json"],
         ["demo", "--json", "no-such-folder/out.json"],
         ["demo", "--json", "."],
+        ["demo", "--json", "name" * 100],
         ["demo", "--shape", "1x2"],
         ["demo", "--shape", "1x2x"],
         ["demo", "--shape", "1x-2x3"],
         ["demo", "--shape", "1x2x²"],
         ["demo", "--shape", "0x8x16"],
+        ["demo", "--shape", "1048577x1048576x16"],
+        ["demo", "--shape", "9" * 5000 + "x8x16"],
     ],
 )
 def test_a_usage_error_ends_with_2_and_prints_nothing_on_stdout(
@@ -49,6 +52,15 @@ def test_a_usage_error_ends_with_2_and_prints_nothing_on_stdout(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "usage: ck-patch" in printed.err
+
+
+def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("old", encoding="utf-8")
+    assert cli._file(str(old)) == old
+    assert cli._file(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text(encoding="utf-8") == "old"
 
 
 def test_the_console_script_and_the_module_run_the_same_function() -> None:

@@ -102,10 +102,10 @@ DEMO = running.IN_CHILD.format(arguments=["demo", "--shape", "2x8x16"])
         ("slot.Inputs.units_off = lambda *_, **__: 2.5", "WRONG: more than 2.0 off"),
         ("slot.Inputs.units_off = lambda *_, **__: float('nan')", "WRONG: is not a number"),
         ("slot.Inputs.call = lambda *_: False", "WRONG: was not written"),
-        ("slot.Inputs.call = lambda *_: 1 / 0", "WRONG: went to stock, which raised ZeroDivision"),
+        ("slot.Inputs.call = lambda *_: 1 / 0", "failed: ZeroDivisionError"),
         (
             "from ck_patch.kernels import registry; registry.GEMMS = {}",
-            "WRONG: KeyError: 'pointer'",
+            "failed: KeyError: 'pointer'",
         ),
     ],
 )
@@ -121,10 +121,57 @@ def test_a_result_that_was_not_promised_ends_with_1(
 
 @needs_host
 @needs_no_gpu
-def test_a_demo_that_ran_nothing_of_ours_does_not_pass(warm_interpreter: WarmInterpreter) -> None:
-    code, printed = warm_interpreter.run(DEMO, env={"CK_PATCH_INT8": "stock"})
-    assert code == 1
-    assert "not run: CK_PATCH_INT8=stock" in printed
+@pytest.mark.parametrize("int8", ["stock", "fp16"])
+def test_a_demo_that_ran_nothing_of_ours_says_so_and_fails_nothing(
+    warm_interpreter: WarmInterpreter, int8: str
+) -> None:
+    code, printed = warm_interpreter.run(DEMO, env={"CK_PATCH_INT8": int8})
+    assert code == 0
+    assert f"stock: CK_PATCH_INT8={int8}" in printed
+    assert "nothing of ours ran" in printed
+    assert "as promised" not in printed
+
+
+@needs_host
+@needs_no_gpu
+@pytest.mark.parametrize("shape", ["2x7x16", "2x8x24", "2x8x131088"])
+def test_a_shape_that_is_stocks_is_no_failure(
+    warm_interpreter: WarmInterpreter, shape: str
+) -> None:
+    code, printed = warm_interpreter.run(
+        running.IN_CHILD.format(arguments=["demo", "--shape", shape, "--shape", "2x8x16"])
+    )
+    assert code == 0
+    assert " stock: " in printed
+    assert "Every result was as promised." in printed
+    assert "(bfloat16 output; as asked for)" in printed
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("shape", ["4096x3072x3072", "2048x2048x16", "65536x65536x65536"])
+def test_a_shape_too_large_for_the_interpreter_is_refused_before_anything_runs(
+    warm_interpreter: WarmInterpreter, shape: str
+) -> None:
+    script = running.IN_CHILD.format(arguments=["demo", "--shape", shape])
+    assert warm_interpreter.run(script) == [2, ""]
+
+
+@needs_no_gpu
+def test_without_numpy_the_demo_says_that_it_cannot_run(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy')", encoding="utf-8")
+    done = running.ck_patch("demo", first=[tmp_path])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Triton's interpreter needs numpy" in done.stderr
+    assert "-m pip install numpy`" in done.stderr
+    assert "WRONG" not in done.stderr
+
+
+@needs_host
+@needs_no_gpu
+def test_the_lines_of_the_log_are_shown() -> None:
+    done = running.ck_patch("demo", "--shape", "2x8x16", CK_PATCH_LOG="path")
+    assert done.returncode == 0
+    assert "ck_patch: cutlass_int8_dequant patched" in done.stderr
 
 
 @needs_host

@@ -90,9 +90,8 @@ class Int8Gemm:
         try:
             key = _key(tensors, code, stream)
         except Exception:
-            return (
-                False  # A tensor that does not answer, a sparse one for instance: stock will say.
-            )
+            # A tensor that does not answer, a sparse one for instance: stock will say.
+            return False
         if key is None:
             return False
         plan = self._by_tensors.get(key, _MISSING)
@@ -142,7 +141,7 @@ class Int8Gemm:
 
     def _run(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if misaligned(pointers):
+        if _misaligned(pointers):
             if log.paths_wanted():
                 log.path(
                     f"{self._operation}, a tensor that does not start on a multiple of 16 bytes: "
@@ -388,7 +387,7 @@ def _stream(pointer: int, device: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(pointer, device)
 
 
-def misaligned(pointers: Sequence[int]) -> int:
+def _misaligned(pointers: Sequence[int]) -> int:
     """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
     an empty bias starts at zero."""
     a, b, xs, ws, bias, d = pointers

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import wrapt
 
+from ck_patch import log
 from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.dlpack import to_dlpack
@@ -72,6 +73,11 @@ class CudaInt8Linear:
             # stock's quantizer: stock itself says it best, if the context is alive.
             if classify(error) == "sticky":
                 raise
+            name = type(error).__name__
+            log.once(
+                f"cuda_int8_linear {name}",
+                f"cuda_int8_linear: {name} before the GEMM, such calls go to stock ({error})",
+            )
             out = None
         return stock(**kwargs) if out is None else out
 

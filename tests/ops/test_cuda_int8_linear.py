@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -178,7 +179,11 @@ def test_the_hosts_own_switch_against_cutlass_is_obeyed(op: Any, host: Any) -> N
     assert op.function(**form()) == "stock"
 
 
-def test_a_quantizer_that_fails_is_stocks_to_report(op: Any, host: Any) -> None:
+def test_a_quantizer_that_fails_is_stocks_to_report_and_one_line_says_so(
+    op: Any, host: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ck_patch")
+
     def broken(*_: object) -> None:
         raise RuntimeError("planted")
 
@@ -187,6 +192,9 @@ def test_a_quantizer_that_fails_is_stocks_to_report(op: Any, host: Any) -> None:
         assert op.function(**form()) == "stock"
     assert len(host.stock) == 3
     assert op._gemm._breaker.snapshot() == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        "cuda_int8_linear: RuntimeError before the GEMM, such calls go to stock (planted)"
+    ]
 
 
 def test_a_kernel_that_fails_gives_stocks_result_and_stays_out(

@@ -55,7 +55,7 @@ def device_reason(device: DeviceProfile, int8: str) -> str | None:
     if device.capability < (8, 0):
         return f"Triton has no int8 tensor-core kernels for {device.architecture}"
     if device.capability == (10, 3):
-        return "sm_103 has no INT8 tensor cores worth the name; neither kernel helps there"
+        return "INT8 is slow on sm_103 whatever the kernel"
     if device.capability[0] not in (8, 9, 10, 12):
         return f"{device.architecture} is unknown to this version"
     if int8 == "auto" and device.capability not in ((9, 0), (12, 1)):

@@ -54,6 +54,4 @@ def record(request: pytest.FixtureRequest, gpu: None) -> Iterator[Record]:
         **record.tables,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    # One row a line: a later run then differs in the lines that changed.
-    body = json.dumps(document, indent=1)
-    target.write_text(body + "\n", encoding="utf-8")
+    target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

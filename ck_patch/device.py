@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
@@ -36,11 +36,14 @@ def interpreting() -> bool:
 
 
 @functools.cache
-def profile(index: int) -> DeviceProfile:
+def profile(index: int, assume: tuple[int, int] | None = None) -> DeviceProfile:
     """The profile of CUDA device `index`, or of the CPU for -1. Initializes CUDA for a GPU.
 
-    Raises RuntimeError where torch does.
+    `assume` is the compute capability to take the device for, for tests and support: the profile is
+    then that of a known GPU, and nothing is asked. Raises RuntimeError where torch does.
     """
+    if assume is not None:
+        return _assumed(assume)
     import torch
 
     if index < 0:
@@ -58,6 +61,14 @@ def profile(index: int) -> DeviceProfile:
         # TMA came with sm_90, and Triton's host-side descriptors with 3.4.
         properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
     )
+
+
+def _assumed(capability: tuple[int, int]) -> DeviceProfile:
+    for known in KNOWN:
+        if known.capability == capability:
+            return replace(known, name=f"{known.name} (assumed)")
+    name = f"sm_{capability[0]}{capability[1]} (assumed)"
+    return DeviceProfile("cuda", name, capability, shared_memory=48 * KIB)
 
 
 # One GPU of each class that INT8 models run on, for tables and tests: shared memory per block from

@@ -39,6 +39,14 @@ _CUTLASS_INT8_DEQUANT = (
     "out_dtype_code: int, stream_ptr: int) -> bool"
 )
 
+# From 0.2.34 on; the same text in each wheel up to 0.2.40.
+_CUTLASS_INT8_DEQUANT_RESIDUAL = _CUTLASS_INT8_DEQUANT.replace(
+    "_dequant(", "_dequant_residual("
+).replace(
+    "d: ndarray[shape",
+    "rscale: ndarray[device='cuda'], resid: ndarray[shape=(*, *), device='cuda'], d: ndarray[shape",
+)
+
 # The Python functions', read from each wheel of the tested range.
 _X_AND_WEIGHT = "x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor"
 _CUDA = f"({_X_AND_WEIGHT}, bias: torch.Tensor = None, out_dtype: torch.dtype = None"
@@ -50,24 +58,37 @@ _RESIDUAL = (
     ", input_act_weight: torch.Tensor | None = None, input_act_eps: float = 0.0, "
     "residual: torch.Tensor | None = None, residual_scale: torch.Tensor | None = None"
 )
+_QUANTIZE = (
+    "(x: torch.Tensor, stochastic_rounding: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]"
+)
 
 
-def _signatures(linear: str) -> Mapping[str, str]:
-    """By slot; `linear` is how the parameters of both int8_linear go on after the output dtype."""
+def _signatures(linear: str, **more: str) -> Mapping[str, str]:
+    """By slot; `linear` is how the parameters of each int8_linear go on after the output dtype."""
     return MappingProxyType(
         {
+            **more,
             "cutlass_int8_dequant": _CUTLASS_INT8_DEQUANT,
             "cuda_int8_linear": f"{_CUDA}{linear}) -> torch.Tensor",
             "wrap_for_dlpack": "(tensor: torch.Tensor)",
             "triton_int8_linear": f"{_TRITON}{linear}) -> torch.Tensor",
             "triton_quantize_rowwise": "(x: torch.Tensor)",
+            "eager_int8_linear": f"{_TRITON}{linear}) -> torch.Tensor",
+            "eager_quantize_rowwise": _QUANTIZE,
+            "cuda_quantize_rowwise": _QUANTIZE,
         }
     )
 
 
 RELEASES = (
     Release("0.2.31", bias_dtype="float32", signatures=_signatures(_ROTATION)),
-    Release("0.2.34", bias_dtype="output", signatures=_signatures(_ROTATION + _RESIDUAL)),
+    Release(
+        "0.2.34",
+        bias_dtype="output",
+        signatures=_signatures(
+            _ROTATION + _RESIDUAL, cutlass_int8_dequant_residual=_CUTLASS_INT8_DEQUANT_RESIDUAL
+        ),
+    ),
 )
 
 OLDEST = "0.2.31"

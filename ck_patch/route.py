@@ -1,8 +1,9 @@
-"""The policy: which path one INT8 GEMM takes on one device, and why. Pure; needs no GPU."""
+"""The policy: which path an INT8 linear takes on one device, and why. Pure; needs no GPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ck_patch import tiles
 from ck_patch.device import DeviceProfile
@@ -13,10 +14,30 @@ MAX_K = 131_071
 
 OUT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+Backend = Literal["cuda", "triton", "eager"]
+"""The backend of comfy_kitchen whose function is replaced."""
+BACKENDS: tuple[Backend, ...] = ("cuda", "triton", "eager")
+
+Path = Literal["stock", "triton", "float16", "bfloat16", "eager"]
+"""`triton` is our GEMM; float16 and bfloat16 dequantize the weight, piece by piece, to that dtype;
+`eager` hands a call of the CUDA backend to the eager one."""
+
+
+@dataclass(frozen=True)
+class DevicePath:
+    """What the INT8 linears of one backend do on one device, shapes aside.
+
+    `advice` says, where the path is slow for the device, what would be faster; else it is empty.
+    """
+
+    path: Path
+    reason: str
+    advice: str = ""
+
 
 @dataclass(frozen=True)
 class GemmCall:
-    """One well-formed call of the GEMM slot; dtypes by name, `bias_dtype` None without a bias.
+    """One well-formed GEMM on int8 operands; dtypes by name, `bias_dtype` None without a bias.
 
     `accepts_bias` says whether stock reads a bias of that dtype.
     """
@@ -27,11 +48,13 @@ class GemmCall:
     out_dtype: str
     bias_dtype: str | None = None
     accepts_bias: bool = True
+    residual: bool = False
+    backend: Backend = "cuda"
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a call goes: to our kernel in `config`, or to stock (`config` None), and the reason."""
+    """Where a GEMM goes: to our kernel in `config`, or to stock (`config` None), and the reason."""
 
     config: TileConfig | None
     reason: str
@@ -42,40 +65,124 @@ class Route:
         return "stock" if self.config is None else f"triton {self.config.name}"
 
 
-def device_reason(device: DeviceProfile, int8: str) -> str | None:
-    """Why no call at all is ours on this device under CK_PATCH_INT8=`int8`, or None."""
+def device_path(device: DeviceProfile, int8: str, backend: Backend = "cuda") -> DevicePath:
+    """The path of a backend's `int8_linear`; `int8` is the value of CK_PATCH_INT8."""
     if int8 == "stock":
-        return "CK_PATCH_INT8=stock"
-    if int8 == "fp16":
-        return "CK_PATCH_INT8=fp16 asks for a path that this entry does not have"
+        return DevicePath("stock", "CK_PATCH_INT8=stock")
     if device.kind == "interpreter":
-        return None
+        return DevicePath("triton", "Triton's interpreter is on")
     if device.kind != "cuda":
-        return f"{device.name} is not an NVIDIA GPU"
-    if device.capability < (8, 0):
-        return f"Triton has no int8 tensor-core kernels for {device.architecture}"
-    if device.capability == (10, 3):
-        return "INT8 is slow on sm_103 whatever the kernel"
-    if device.capability[0] not in (8, 9, 10, 12):
-        return f"{device.architecture} is unknown to this version"
+        return DevicePath("stock", f"{device.name} is not an NVIDIA GPU")
+    if int8 == "fp16":
+        return _half_path(device)
+    return _DEVICE_PATHS[backend](device, int8)
+
+
+def _half_path(device: DeviceProfile) -> DevicePath:
+    if device.capability < (5, 3):
+        return DevicePath("stock", f"{device.architecture} has no FP16 arithmetic")
+    return DevicePath(_half(device), "CK_PATCH_INT8=fp16")
+
+
+def _half(device: DeviceProfile) -> Path:
+    # sm_103 has both; activations need no scaling in BF16.
+    return "bfloat16" if device.capability == (10, 3) else "float16"
+
+
+def _cuda_path(device: DeviceProfile, int8: str) -> DevicePath:
+    if device.capability < (7, 5):
+        # Stock would raise "no kernel image is available for execution on the device".
+        reason = f"the CUDA backend has no kernels for {device.architecture}: the eager one instead"
+        return DevicePath("eager", reason)
+    unsupported = _unsupported(device)
+    if unsupported is not None:
+        return unsupported
     if int8 == "auto" and device.capability not in ((9, 0), (12, 1)):
-        return (
-            f"our kernels were not measured to be faster than stock on {device.architecture}; "
-            "CK_PATCH_INT8=triton tries them"
+        return DevicePath(
+            "stock",
+            "our kernels were not measured to be faster than stock's CUTLASS on "
+            f"{device.architecture}; CK_PATCH_INT8=triton tries them",
         )
+    return DevicePath("triton", f"fused Triton GEMM on {device.architecture}")
+
+
+def _triton_path(device: DeviceProfile, int8: str) -> DevicePath:
+    if device.capability < (8, 0):
+        return DevicePath(
+            "stock", f"Triton has no int8 tensor-core kernels for {device.architecture}"
+        )
+    unsupported = _unsupported(device)
+    if unsupported is not None:
+        return unsupported
+    return DevicePath("triton", "the same GEMM in 64 bits, and not tuned anew for each M")
+
+
+def _eager_path(device: DeviceProfile, int8: str) -> DevicePath:
+    arch = device.architecture
+    if device.capability in ((6, 0), (7, 0), (7, 2)):
+        cores = "at double rate" if device.capability == (6, 0) else "on tensor cores"
+        return DevicePath(
+            "float16",
+            f"{arch} has no INT8 tensor cores, and runs FP16 {cores}",
+            "a GPU from sm_75 on has INT8 tensor cores",
+        )
+    if device.capability < (7, 0):
+        what = "dp4a" if device.capability >= (6, 1) else "scalar arithmetic"
+        advice = "" if what == "dp4a" else "no faster path exists on this GPU"
+        return DevicePath("stock", f"cuBLAS runs INT8 by {what} on {arch}", advice)
+    if device.capability < (8, 0):
+        return DevicePath(
+            "stock",
+            f"Triton has no int8 tensor-core kernels for {arch}; cuBLAS has",
+            "comfy_kitchen's CUDA backend, which needs a torch built for CUDA 13",
+        )
+    if device.capability == (10, 3):
+        return DevicePath(
+            "bfloat16", "INT8 is slow on sm_103 whatever the kernel, and BF16 is fast there"
+        )
+    unsupported = _unsupported(device)
+    if unsupported is not None:
+        return unsupported
+    return DevicePath(
+        "triton",
+        "fused, without the transposed copy of the weight and the int32 output",
+        "comfy_kitchen's CUDA backend, which needs a torch built for CUDA 13",
+    )
+
+
+_DEVICE_PATHS = {"cuda": _cuda_path, "triton": _triton_path, "eager": _eager_path}
+
+
+def _unsupported(device: DeviceProfile) -> DevicePath | None:
+    """Why our GEMM is not for this device, which has at least sm_75; None if it is."""
+    if device.capability < (8, 0):
+        return DevicePath(
+            "stock", f"Triton has no int8 tensor-core kernels for {device.architecture}"
+        )
+    if device.capability == (10, 3):
+        return DevicePath(
+            "stock",
+            "INT8 is slow on sm_103 whatever the kernel",
+            "CK_PATCH_INT8=fp16 dequantizes to BF16",
+        )
+    if device.capability[0] not in (8, 9, 10, 12):
+        return DevicePath("stock", f"{device.architecture} is unknown to this version")
     return None
 
 
 def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
-    """Choose the path of one call; `int8` is the value of CK_PATCH_INT8."""
-    reason = device_reason(device, int8) or _shape_reason(call)
+    """Choose the path of one GEMM; `int8` is the value of CK_PATCH_INT8."""
+    path = device_path(device, int8, call.backend)
+    if path.path != "triton":
+        return Route(None, path.reason)
+    reason = _shape_reason(call)
     if reason is not None:
         return Route(None, reason)
     config, reason = _config(call, device, int8)
     if config is None:
         return Route(None, reason)
     if device.kind == "cuda" and not tiles.fits(
-        config, device.shared_memory, device.descriptors, OUT_BYTES[call.out_dtype]
+        config, device.shared_memory, device.descriptors, OUT_BYTES[call.out_dtype], call.residual
     ):
         return Route(None, f"{config.name} needs more shared memory than {device.name} has")
     return Route(config, reason)
@@ -89,7 +196,7 @@ def _shape_reason(call: GemmCall) -> str | None:
     if call.k > MAX_K:
         return f"int32 cannot hold a sum over K = {call.k} > {MAX_K}"
     if call.n % 8 != 0:
-        return "stock leaves N that is not a multiple of 8 to cuBLAS"
+        return "rows of N that is not a multiple of 8 cannot be stored 16 bytes at a time"
     if call.k % 16 != 0:
         return "rows of K bytes that is not a multiple of 16 cannot be loaded 16 bytes at a time"
     return None
@@ -101,11 +208,15 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
         return tiles.INTERPRETER, "Triton's interpreter is on"
     if device.capability == (9, 0):
         out_bytes = OUT_BYTES[call.out_dtype]
-        config = tiles.hopper(m, n, k, device.sm_count, out_bytes, device.descriptors)
+        config = tiles.hopper(
+            m, n, k, device.sm_count, out_bytes, device.descriptors, call.residual
+        )
         if config is not None:
             return config, "measured faster than stock on sm_90"
-        if int8 == "auto":
+        if int8 == "auto" and call.backend == "cuda":
             return None, "stock is as fast at this size with this K on sm_90"
+    if call.backend != "cuda":
+        return tiles.mma_sync(m), device_path(device, int8, call.backend).reason
     if int8 == "triton":
         return tiles.mma_sync(m), "CK_PATCH_INT8=triton"
     if m < 128:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal, TypeVar
 
 from ck_patch import slots
 
-Kind = Literal["switch", "choice", "names", "directory"]
+Kind = Literal["switch", "choice", "names", "directory", "devices"]
 T = TypeVar("T")
 
 _ON = ("1", "true", "on", "yes")
@@ -40,9 +41,10 @@ INT8 = Variable(
     "CK_PATCH_INT8",
     "choice",
     "auto",
-    "Which path an INT8 GEMM takes. auto: decided per device and shape. stock: never ours. triton: "
-    "ours wherever Triton can compile it, sm_80 and newer, also where stock may be faster. fp16: "
-    "no slot has such a path yet, so GEMMs stay on stock.",
+    "Which path an INT8 linear takes. auto: decided per device and shape. stock: never ours. "
+    "triton: our GEMM wherever Triton can compile it, sm_80 and newer, also where stock may be "
+    "faster. fp16: weights are dequantized piece by piece and activations are not quantized, in "
+    "FP16 (BF16 on sm_103); the result is another one than INT8's.",
     ("auto", "stock", "triton", "fp16"),
 )
 SLOTS = Variable(
@@ -70,7 +72,16 @@ CACHE_DIR = Variable(
     "the user's cache folder. This version measures nothing and writes nothing.",
 )
 
-VARIABLES = (ENABLED, INT8, SLOTS, LOG, CACHE_DIR)
+ASSUME = Variable(
+    "CK_PATCH_ASSUME_DEVICE",
+    "devices",
+    "",
+    "For tests and support: take every device for one of this compute capability (sm_70), or some "
+    "of them (0=sm_90,1=sm_70), and go the way that such a GPU would. On the CPU, paths of plain "
+    "torch then run too.",
+)
+
+VARIABLES = (ENABLED, INT8, SLOTS, LOG, CACHE_DIR, ASSUME)
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,15 @@ class Settings:
     slots: tuple[str, ...] | None = None
     log: str = LOG.default
     cache_dir: str | None = None
+    assume: tuple[tuple[int | None, tuple[int, int]], ...] = ()
     problems: tuple[str, ...] = ()
+
+    def assumed(self, device: int) -> tuple[int, int] | None:
+        """The compute capability that a device (-1 for the CPU) is to be taken for, or None."""
+        for index, capability in self.assume:
+            if index is None or index == device:
+                return capability
+        return None
 
     def wants(self, slot: str) -> bool:
         """Whether the slot of that name may be patched."""
@@ -109,6 +128,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         slots=read(SLOTS, _names),
         log=read(LOG, _one_of(LOG.choices)),
         cache_dir=read(CACHE_DIR, _directory),
+        assume=read(ASSUME, _devices),
         problems=tuple(problems),
     )
 
@@ -141,3 +161,14 @@ def _directory(text: str) -> str | None:
     if text and not Path(text).is_absolute():
         raise ValueError("is not an absolute path")
     return text or None
+
+
+def _devices(text: str) -> tuple[tuple[int | None, tuple[int, int]], ...]:
+    found = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(?:(\d+)\s*=\s*)?sm_(\d{1,2})(\d)", item)
+        if match is None:
+            raise ValueError("is not of the form sm_70 or 0=sm_90,1=sm_70")
+        index, major, minor = match.groups()
+        found.append((None if index is None else int(index), (int(major), int(minor))))
+    return tuple(found)

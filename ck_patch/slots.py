@@ -51,11 +51,23 @@ SLOTS = (
         factory="ck_patch.ops.cutlass_int8_dequant:build",
     ),
     Slot(
+        name="cutlass_int8_dequant_residual",
+        bindings=(Binding("comfy_kitchen.backends.cuda", "_C", "cutlass_int8_dequant_residual"),),
+        signature="nanobind",
+        factory="ck_patch.ops.cutlass_int8_dequant:build_residual",
+    ),
+    Slot(
         name="cuda_int8_linear",
         # The registry asks the backend module for it at each call.
         bindings=(Binding("comfy_kitchen.backends.cuda", "", "int8_linear"),),
         signature="python",
         factory="ck_patch.ops.cuda_int8_linear:build",
+    ),
+    Slot(
+        name="cuda_quantize_rowwise",
+        bindings=(Binding("comfy_kitchen.backends.cuda", "", "quantize_int8_rowwise"),),
+        signature="python",
+        factory="ck_patch.ops.quantize_rows:build_cuda",
     ),
     Slot(
         name="wrap_for_dlpack",
@@ -72,7 +84,7 @@ SLOTS = (
             Binding("comfy_kitchen.backends.triton.w4a8_int8", "", "int8_linear"),
         ),
         signature="python",
-        factory="ck_patch.ops.triton_rows:build_linear",
+        factory="ck_patch.ops.int8_linear:build_triton",
     ),
     Slot(
         name="triton_quantize_rowwise",
@@ -81,6 +93,25 @@ SLOTS = (
             Binding("comfy_kitchen.backends.triton", "", "_triton_quantize_int8_rowwise"),
         ),
         signature="python",
-        factory="ck_patch.ops.triton_rows:build_quantizer",
+        factory="ck_patch.ops.quantize_rows:build_triton",
+    ),
+    Slot(
+        name="eager_int8_linear",
+        bindings=(
+            Binding("comfy_kitchen.backends.eager.quantization", "", "int8_linear"),
+            Binding("comfy_kitchen.backends.eager", "", "int8_linear"),
+            Binding("comfy_kitchen.backends.eager.w4a8_int8", "", "int8_linear"),
+        ),
+        signature="python",
+        factory="ck_patch.ops.int8_linear:build_eager",
+    ),
+    Slot(
+        name="eager_quantize_rowwise",
+        bindings=(
+            Binding("comfy_kitchen.backends.eager.quantization", "", "quantize_int8_rowwise"),
+            Binding("comfy_kitchen.backends.eager", "", "quantize_int8_rowwise"),
+        ),
+        signature="python",
+        factory="ck_patch.ops.quantize_rows:build_eager",
     ),
 )

@@ -37,24 +37,32 @@ class TileConfig:
         """Number of output tiles."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
-    def shared_memory(self, out_bytes: int) -> int:
+    def shared_memory(self, out_bytes: int, residual: bool = False) -> int:
         """Bytes of shared memory a program needs at the most, `out_bytes` being the size of one
         output element. tests/kernels compares it with what the compiler reports."""
         pipeline = self.num_stages * (self.block_m + self.block_n) * self.block_k
         barriers = 2 * KIB
         if self.family == "persistent":
             # Half a tile waits for its store while the next tile's loads fill the pipeline.
-            return pipeline + self.block_m * self.block_n // 2 * out_bytes + barriers
+            half = self.block_m * self.block_n // 2 * out_bytes
+            # A residual arrives in the layout of its loads and needs room to change it.
+            return pipeline + half + (half // 2 if residual else 0) + barriers
         # The epilogue's change of layout reuses the pipeline's buffers.
         return max(pipeline, self.block_m * self.block_n * out_bytes) + barriers
 
 
-def fits(config: TileConfig, shared_memory: int, descriptors: bool, out_bytes: int) -> bool:
+def fits(
+    config: TileConfig,
+    shared_memory: int,
+    descriptors: bool,
+    out_bytes: int,
+    residual: bool = False,
+) -> bool:
     """Whether a device with that many bytes of shared memory per block, and with TMA descriptors or
     without, can run the configuration."""
     if config.family != "pointer" and not descriptors:
         return False
-    return config.shared_memory(out_bytes) <= shared_memory
+    return config.shared_memory(out_bytes, residual) <= shared_memory
 
 
 # One program of the interpreter walks a tile in Python: few, small ones are quickest.
@@ -108,15 +116,21 @@ _LARGE = 2**36
 
 
 def hopper(
-    m: int, n: int, k: int, sm_count: int, out_bytes: int, descriptors: bool = True
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    out_bytes: int,
+    descriptors: bool = True,
+    residual: bool = False,
 ) -> TileConfig | None:
     """The configuration that sm_90 runs a shape with; None where stock is as fast or faster."""
     if m * n * k < _LARGE or not descriptors:
         return _hopper_small(m, n, k, sm_count)
     if k >= 13312 and n <= 6144 and m >= 4096:
         return HOPPER_DEEP
-    # Staging half a tile of float32 would not fit beside four stages.
-    if m >= 32768 and out_bytes == 2:
+    # Staging half a tile of float32, or a residual, would not fit beside four stages.
+    if m >= 32768 and out_bytes == 2 and not residual:
         return HOPPER_PERSISTENT
     return HOPPER
 

@@ -1,8 +1,10 @@
 """The INT8 GEMM with fused dequantization that loads through plain pointers: it runs everywhere.
 
-d[m, n] = acc[m, n] * x_scale[m] * w_scale[n] + bias[n],  acc = sum over k of a[m, k] * b[n, k]
+y[m, n] = acc[m, n] * x_scale[m] * w_scale[n] + bias[n],  acc = sum over k of a[m, k] * b[n, k]
+d[m, n] = y[m, n], or residual[m, n] + residual_scale[n] * y[m, n]
 
-a int8 [M, K] and b int8 [N, K], acc int32, scales float32, bias and d float32, float16 or bfloat16.
+a int8 [M, K] and b int8 [N, K], acc int32, scales float32, bias and d float32, float16 or bfloat16,
+residual and its scale of the dtype of d. `_blocks.dequantize` says how each ROUNDING rounds.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ck_patch.kernels._blocks import dequantize, grouped_tile
+from ck_patch.kernels._blocks import grouped_tile, store_tile
 from ck_patch.kernels.launch import Gemm
 from ck_patch.tiles import TileConfig
 
@@ -27,10 +29,14 @@ def _int8_gemm_dequant_kernel(
     w_scale_ptr,
     bias_ptr,
     d_ptr,
+    residual_ptr,
+    residual_scale_ptr,
     M,
     N8,
     K16,
+    ROUNDING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,14 +73,22 @@ def _int8_gemm_dequant_kernel(
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
 
-    x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
-    w_scale = tl.load(w_scale_ptr + n0 + n, mask=in_n, other=0.0)
-    bias = w_scale
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n0 + n, mask=in_n, other=0.0).to(tl.float32)
-    out = dequantize(acc, x_scale, w_scale, bias, HAS_BIAS)
-    d_ptrs = d_ptr + (m0.to(tl.int64) * N + n0) + (m[:, None].to(tl.int64) * N + n[None, :])
-    tl.store(d_ptrs, out.to(d_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    store_tile(
+        acc,
+        x_scale_ptr,
+        w_scale_ptr,
+        bias_ptr,
+        d_ptr,
+        residual_ptr,
+        residual_scale_ptr,
+        m0,
+        n0,
+        M,
+        N,
+        ROUNDING,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+    )
 
 
 class PointerGemm(Gemm):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ck_patch.kernels._blocks import dequantize, grouped_tile
+from ck_patch.kernels._blocks import epilogue, grouped_tile, half, store_tile
 from ck_patch.kernels.launch import Gemm
 
 
@@ -27,10 +27,14 @@ def _int8_gemm_dequant_tma_kernel(
     w_scale_ptr,
     bias_ptr,
     d_ptr,
+    residual_ptr,
+    residual_scale_ptr,
     M,
     N8,
     K16,
+    ROUNDING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -49,40 +53,22 @@ def _int8_gemm_dequant_tma_kernel(
         b = b_desc.load([n0, k0])
         acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
 
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    in_m = m < M - m0
-    in_n = n < N - n0
-    x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
-    w_scale = tl.load(w_scale_ptr + n0 + n, mask=in_n, other=0.0)
-    bias = w_scale
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n0 + n, mask=in_n, other=0.0).to(tl.float32)
-    out = dequantize(acc, x_scale, w_scale, bias, HAS_BIAS)
-    # M * N may exceed 2^31; descriptors count in elements per axis and never do.
-    d_ptrs = d_ptr + (m0.to(tl.int64) * N + n0) + (m[:, None].to(tl.int64) * N + n[None, :])
-    tl.store(d_ptrs, out.to(d_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
-
-
-@triton.jit
-def _store_half(
-    acc,
-    x_scale,
-    w_scale_ptr,
-    bias_ptr,
-    d_desc,
-    m0,
-    n0,
-    N,
-    HAS_BIAS: tl.constexpr,
-    HALF_N: tl.constexpr,
-):
-    n = n0 + tl.arange(0, HALF_N)
-    w_scale = tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
-    bias = w_scale
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    d_desc.store([m0, n0], dequantize(acc, x_scale, w_scale, bias, HAS_BIAS).to(d_desc.dtype))
+    store_tile(
+        acc,
+        x_scale_ptr,
+        w_scale_ptr,
+        bias_ptr,
+        d_ptr,
+        residual_ptr,
+        residual_scale_ptr,
+        m0,
+        n0,
+        M,
+        N,
+        ROUNDING,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "N8", "K16"])
@@ -93,10 +79,14 @@ def _int8_gemm_dequant_persistent_kernel(
     w_scale_ptr,
     bias_ptr,
     d_desc,
+    residual_ptr,
+    residual_scale_ptr,
     M,
     N8,
     K16,
+    ROUNDING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,16 +108,30 @@ def _int8_gemm_dequant_persistent_kernel(
             b = b_desc.load([n0, step * BLOCK_K])
             acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
 
-        m = m0 + tl.arange(0, BLOCK_M)
-        x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
+        m = tl.arange(0, BLOCK_M)
+        in_m = m < M - m0
+        x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
+        rows = m0.to(tl.int64) * N + m.to(tl.int64) * N
         # Half a tile at a time: the staging buffer of a whole one would cost a pipeline stage.
-        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _store_half(left, x_scale, w_scale_ptr, bias_ptr, d_desc, m0, n0, N, HAS_BIAS, BLOCK_N // 2)
-        n1 = n0 + BLOCK_N // 2
-        _store_half(
-            right, x_scale, w_scale_ptr, bias_ptr, d_desc, m0, n1, N, HAS_BIAS, BLOCK_N // 2
-        )
+        for index in tl.static_range(2):
+            n1 = n0 + index * (BLOCK_N // 2)
+            out = epilogue(
+                half(acc, index),
+                x_scale,
+                w_scale_ptr,
+                bias_ptr,
+                residual_ptr,
+                residual_scale_ptr,
+                rows,
+                in_m,
+                n1 + tl.arange(0, BLOCK_N // 2),
+                N,
+                ROUNDING,
+                HAS_BIAS,
+                HAS_RESIDUAL,
+                d_desc.dtype,
+            )
+            d_desc.store([m0, n1], out)
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -158,7 +162,8 @@ class PersistentGemm(TmaGemm):
 
     def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
         d = _descriptor(tensors[5], self.config.block_m, self.config.block_n // 2)
-        return *super().operands(tensors, pointers)[:5], d
+        a, b, x_scale, w_scale, bias, _, *residual = super().operands(tensors, pointers)
+        return a, b, x_scale, w_scale, bias, d, *residual
 
     def constants(self, k: int) -> tuple[int, ...]:
         return self.sm_count, *self.config.blocks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -17,7 +17,8 @@ class Operands:
 
     a int8 [M, K]; b int8 [N, K]; x_scale float32, M values; w_scale float32, N values; bias N
     values of float32, float16 or bfloat16, or None; d [M, N] of one of the same, written in place.
-    K is a multiple of 16 and N one of 8.
+    K is a multiple of 16 and N one of 8. With a residual [M, N] and its scale, N values, both of
+    the dtype of d, what is written is `residual + residual_scale * (a @ b.T + bias)`.
     """
 
     a: torch.Tensor
@@ -26,6 +27,8 @@ class Operands:
     w_scale: torch.Tensor
     bias: torch.Tensor | None
     d: torch.Tensor
+    residual: torch.Tensor | None = None
+    residual_scale: torch.Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -42,16 +45,22 @@ class Operands:
     def rows(self, first: int, last: int, out: torch.Tensor) -> Operands:
         """The same GEMM for the rows first to last (exclusive), written to `out`."""
         x_scale = self.x_scale.view(-1)[first:last]
-        return Operands(self.a[first:last], self.b, x_scale, self.w_scale, self.bias, out)
+        residual = None if self.residual is None else self.residual[first:last]
+        return replace(self, a=self.a[first:last], x_scale=x_scale, d=out, residual=residual)
 
 
 Launch = Callable[[Sequence[torch.Tensor], Sequence[int], int], None]
 """Launches a bound GEMM on the tensors a, b, x_scale, w_scale, bias (any tensor where there is
-none) and d, given once more as addresses, on a raw CUDA stream of the current device."""
+none), d and, with a residual, that and its scale, given once more as addresses, on a raw CUDA
+stream of the current device."""
+
+Rounding = Literal["cutlass", "triton", "eager"]
+"""Which stock kernel's order of operations the epilogue keeps; see `_blocks.dequantize`."""
 
 
 class Gemm:
-    """One tile configuration of one kernel, for one device, one set of dtypes and one `variant`.
+    """One tile configuration of one kernel, for one device, one set of dtypes and one `variant`,
+    with a bias or without, with a residual or without.
 
     `compile` goes through Triton's dispatcher, which inspects every argument at every call. What
     `bind` returns launches the compiled kernel itself, with addresses for tensors, which the
@@ -61,9 +70,10 @@ class Gemm:
 
     kernel: ClassVar[Any]
 
-    def __init__(self, config: TileConfig, sm_count: int) -> None:
+    def __init__(self, config: TileConfig, sm_count: int, rounding: Rounding = "cutlass") -> None:
         self.config = config
         self.sm_count = sm_count
+        self.rounding = rounding
         self._compiled: Any = None
 
     @classmethod
@@ -76,23 +86,31 @@ class Gemm:
         return self.config.tiles(m, n)
 
     def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
-        """The kernel's leading six arguments, from tensors and from what stands for their
-        addresses."""
+        """The kernel's leading arguments, from tensors and from what stands for their addresses:
+        six, or eight with a residual."""
         return pointers
 
     def constants(self, k: int) -> tuple[int, ...]:
-        """The kernel's constexpr arguments after HAS_BIAS."""
+        """The kernel's constexpr arguments after HAS_RESIDUAL."""
         return self.config.blocks
 
-    def _sizes(self, call: Operands) -> tuple[int, ...]:
-        has_bias = call.bias is not None
-        return call.m, call.n // 8, call.k // 16, has_bias, *self.constants(call.k)
+    def _sizes(self, call: Operands) -> tuple[object, ...]:
+        flags = (self.rounding, call.bias is not None, call.residual is not None)
+        return call.m, call.n // 8, call.k // 16, *flags, *self.constants(call.k)
 
     def run(self, call: Operands) -> None:
         """Compile if need be and run on the current stream of the current device."""
-        # The kernel never reads a bias it does not have, but every pointer needs a value.
-        bias = call.w_scale if call.bias is None else call.bias
-        tensors = (call.a, call.b, call.x_scale, call.w_scale, bias, call.d)
+        # The kernel reads no operand that a call does not have, but every pointer needs a value.
+        tensors = (
+            call.a,
+            call.b,
+            call.x_scale,
+            call.w_scale,
+            call.w_scale if call.bias is None else call.bias,
+            call.d,
+            call.d if call.residual is None else call.residual,
+            call.d if call.residual_scale is None else call.residual_scale,
+        )
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self.kernel[self.programs(call.m, call.n), 1, 1](
             *self.operands(tensors, tensors),
@@ -108,8 +126,9 @@ class Gemm:
         runner = self._compiled[self.programs(call.m, call.n), 1, 1]
         sizes = self._sizes(call)
         operands = self.operands
+        absent = () if call.residual is not None else (0, 0)
 
         def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> None:
-            runner(*operands(tensors, pointers), *sizes, stream=stream)
+            runner(*operands(tensors, pointers), *absent, *sizes, stream=stream)
 
         return launch

@@ -13,12 +13,15 @@ from typing import Any, cast
 import torch
 import wrapt
 
-from ck_patch import log
+from ck_patch import log, notices
 from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext, Refused
+from ck_patch.device import profile
 from ck_patch.dlpack import to_dlpack
+from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.gemm import CODES, Int8Gemm
+from ck_patch.route import Path, device_path
 
 
 class CudaInt8Linear:
@@ -30,6 +33,10 @@ class CudaInt8Linear:
     residuals, rotations that stock does in two steps, one or two rows (which have kernels of their
     own) and everything else go to stock whole. The activation is rotated and quantized by stock's
     own kernels, so that only the GEMM is ours.
+
+    On a device that stock's kernels cannot run on, which a registry that was validated against
+    another device of the host does not know, and where CK_PATCH_INT8=fp16 asks for it, the eager
+    backend's `int8_linear` gets the call.
     """
 
     def __init__(self, stock: Function, context: OpContext) -> None:
@@ -37,7 +44,10 @@ class CudaInt8Linear:
             raise Refused("a release newer than the tested ones may do other things in int8_linear")
         self._host: Any = sys.modules[stock.__module__]
         self._entry = self._host._C.cutlass_int8_dequant
-        self._gemm = Int8Gemm("cuda_int8_linear", _stock_of(self._entry), context)
+        reference = references.cutlass(_stock_of(self._entry), context)
+        self._gemm = Int8Gemm("cuda_int8_linear", "cuda", reference, context)
+        self._settings = context.settings
+        self._paths: dict[int, Path] = {}
         self._device_type = "cuda"
         # A CPU build of torch has neither of the two.
         self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -58,14 +68,23 @@ class CudaInt8Linear:
         self, stock: Function, instance: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if (
-            not (self._active and self._gemm.useful)
+            not self._active
             or args
-            # Whoever replaced the entry since wants it called.
-            or self._host._C.cutlass_int8_dequant is not self._entry
             # Dynamo must not trace into the launch: the kernel would be its own, not ours.
             or torch.compiler.is_compiling()
         ):
             return stock(*args, **kwargs)
+        path = self._path(kwargs.get("x"))
+        if path not in ("stock", "triton"):
+            dtype = kwargs.get("out_dtype") or kwargs["x"].dtype
+            return eager_host.module().int8_linear(**{**kwargs, "out_dtype": dtype})
+        if (
+            path == "stock"
+            or not self._gemm.useful
+            # Whoever replaced the entry since wants it called.
+            or self._host._C.cutlass_int8_dequant is not self._entry
+        ):
+            return stock(**kwargs)
         try:
             out = self._linear(**kwargs)
         except Exception as error:
@@ -80,6 +99,21 @@ class CudaInt8Linear:
             )
             out = None
         return stock(**kwargs) if out is None else out
+
+    def _path(self, x: object) -> Path:
+        """The path of the device that x is on."""
+        try:
+            device = x.get_device()  # type: ignore[attr-defined]
+            path = self._paths.get(device)
+            if path is None:
+                gpu = profile(device, self._settings.assumed(device))
+                found = device_path(gpu, self._settings.int8)
+                notices.say(device, gpu, "cuda", found)
+                path = self._paths[device] = found.path
+            return path
+        except Exception:
+            # Not a tensor, or a driver that does not answer: stock will say.
+            return "stock"
 
     def _linear(
         self,

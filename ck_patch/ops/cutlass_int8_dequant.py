@@ -1,4 +1,4 @@
-"""Drop-in for `_C.cutlass_int8_dequant`: our GEMM where the policy says so, else stock."""
+"""Drop-ins for `_C.cutlass_int8_dequant` and its residual form: our GEMM, by policy, or stock."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ import wrapt
 
 from ck_patch.context import Function, OpContext
 from ck_patch.dlpack import open_capsules, renewed
+from ck_patch.ops import references
 from ck_patch.ops.gemm import Int8Gemm
 
 
 class CutlassInt8Dequant:
-    """The op behind the slot: opens the capsules and asks the GEMM, or hands the call to stock.
+    """The op behind both slots: opens the capsules and asks the GEMM, or hands the call to stock.
 
     Stock's contract, read from its wheels: capsules of the tensors that `Int8Gemm` describes, the
-    code of the output's dtype, a raw CUDA stream. True means that `d` was written, False that the
-    caller should use cuBLAS. Whatever is not exactly this goes to stock, which answers with its own
-    error.
+    code of the output's dtype, a raw CUDA stream. `order` says where each of the GEMM's tensors is
+    among the capsules. True means that `d` was written, False that the caller should use cuBLAS.
+    Whatever is not exactly this goes to stock, which answers with its own error.
     """
 
-    def __init__(self, stock: Function, context: OpContext) -> None:
-        self._gemm = Int8Gemm("cutlass_int8_dequant", stock, context)
+    def __init__(
+        self, operation: str, order: Sequence[int], stock: Function, context: OpContext
+    ) -> None:
+        self._gemm = Int8Gemm(operation, "cuda", references.cutlass(stock, context), context)
+        self._order = tuple(order)
         self._active = True
         self._function = wrapt.FunctionWrapper(stock, self._call)
 
@@ -42,17 +46,27 @@ class CutlassInt8Dequant:
         if (
             not (self._active and self._gemm.useful)
             or kwargs
-            or len(args) != 8
+            or len(args) != len(self._order) + 2
             # Dynamo must not trace into the launch: the kernel would be its own, not ours.
             or torch.compiler.is_compiling()
         ):
             return stock(*args, **kwargs)
-        opened = open_capsules(args[:6])
-        if self._gemm.run(opened, args[6], args[7]):
+        *capsules, code, stream = args
+        opened = open_capsules(capsules)
+        if self._gemm.run([opened[index] for index in self._order], code, stream):
             return True
-        return stock(*renewed(args[:6], opened), *args[6:])
+        return stock(*renewed(capsules, opened), code, stream)
 
 
 def build(stock: Function, context: OpContext) -> CutlassInt8Dequant:
-    """Make the op that replaces `stock`."""
-    return CutlassInt8Dequant(stock, context)
+    """Make the op that replaces `_C.cutlass_int8_dequant`."""
+    return CutlassInt8Dequant("cutlass_int8_dequant", range(6), stock, context)
+
+
+def build_residual(stock: Function, context: OpContext) -> CutlassInt8Dequant:
+    """Make the op that replaces `_C.cutlass_int8_dequant_residual`.
+
+    Its capsules are a, b, xs, ws, bias, residual scale, residual and d.
+    """
+    order = (0, 1, 2, 3, 4, 7, 6, 5)
+    return CutlassInt8Dequant("cutlass_int8_dequant_residual", order, stock, context)

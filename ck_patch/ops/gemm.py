@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -11,12 +12,12 @@ from typing import Any, cast
 import torch
 
 from ck_patch import log
-from ck_patch.breaker import classify
-from ck_patch.context import Function, OpContext
-from ck_patch.device import profile
-from ck_patch.dlpack import renewed
-from ck_patch.kernels.launch import Gemm, Launch, Operands
-from ck_patch.route import GemmCall, Route, decide, device_reason
+from ck_patch.context import OpContext
+from ck_patch.device import DeviceProfile, interpreting, profile
+from ck_patch.kernels.launch import Gemm, Launch, Operands, Rounding
+from ck_patch.ops.failures import Failures
+from ck_patch.ops.first_use import FirstUse
+from ck_patch.route import Backend, GemmCall, Route, decide, device_path
 
 _OUT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
     {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
@@ -31,7 +32,14 @@ _CHECKED_ROWS = 128
 _MAX_PLANS = 4096
 
 
+_ROUNDINGS: Mapping[Backend, Rounding] = MappingProxyType(
+    {"cuda": "cutlass", "triton": "triton", "eager": "eager"}
+)
 _MISSING = object()
+
+Reference = Callable[[Operands, int], bool]
+"""Writes stock's result of a GEMM into its `d`, on a raw stream that is current; False if stock
+declines the call."""
 
 
 class _Kernel:
@@ -60,25 +68,31 @@ class Int8Gemm:
     """`d = a @ b.T`, dequantized, by our kernels, for one op.
 
     The tensors are a int8 [M, K], b int8 [N, K], xs float32 with M values, ws float32 with N
-    values, bias empty or N values, and d [M, N], which is written in place; `code` is that of d's
-    dtype (0 float32, 1 float16, 2 bfloat16). `stock` is the stock `_C.cutlass_int8_dequant`, which
-    the first result of each kernel on each device is compared with.
+    values, bias empty or N values, d [M, N], which is written in place, and, for the residual form,
+    residual [M, N] and its scale of N values, of d's dtype. `code` is that of d's dtype (0 float32,
+    1 float16, 2 bfloat16). `backend` is the one whose rounding is kept and whose policy counts;
+    `reference` is its stock GEMM, which the first result of each kernel on each device is compared
+    with.
     """
 
-    def __init__(self, operation: str, stock: Function, context: OpContext) -> None:
+    def __init__(
+        self, operation: str, backend: Backend, reference: Reference, context: OpContext
+    ) -> None:
         self.useful = True
         """False once no device of this process can use our kernels: do not even ask."""
         self._operation = operation
-        self._stock = stock
-        self._int8 = context.settings.int8
-        self._breaker = context.breaker
-        self._bias_float32 = context.release.bias_dtype == "float32"
+        self._backend: Backend = backend
+        self._reference = reference
+        self._settings = context.settings
+        self._failures = Failures(operation, context.breaker)
+        # Only the CUDA backend's kernel reads the bias in the dtype that it expects.
+        self._any_bias = backend != "cuda" or context.release.bias_dtype == "float32"
         self._check_all = context.check_first
         # None is a decision too: the call goes to stock.
         self._plans: dict[tuple[object, ...], Plan | None] = {}
         self._by_tensors: dict[tuple[object, ...], Plan | None] = {}
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
-        self._first_use = threading.Lock()
+        self._first_use = FirstUse()
         self._reviewed = False
 
     def run(self, tensors: Sequence[Any], code: object, stream: int) -> bool:
@@ -107,9 +121,10 @@ class Int8Gemm:
         k: int,
         out_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
+        residual: bool = False,
     ) -> Plan | None:
         """How our kernels do this GEMM, or None if it is stock's. Raises as `run` does."""
-        key = (device, m, n, k, out_dtype, bias_dtype)
+        key = (device, m, n, k, out_dtype, bias_dtype, residual)
         plan = self._plans.get(key, _MISSING)
         if plan is not _MISSING:
             return cast("Plan | None", plan)
@@ -126,9 +141,7 @@ class Int8Gemm:
 
     def ready(self, plan: Plan) -> bool:
         """Whether `launch` can do more than decline, as far as that can be told beforehand."""
-        if plan.kernel.proven or plan.device < 0:
-            return True
-        return not (self._first_use.locked() or torch.cuda.is_current_stream_capturing())
+        return plan.kernel.proven or self._first_use.possible(plan.device)
 
     def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`
@@ -165,29 +178,24 @@ class Int8Gemm:
 
     def _prove(self, kernel: _Kernel, device: int, operands: Operands, stream: int) -> bool:
         """Run a kernel that is new to this device, and compare its result with stock's."""
-        if device < 0:  # The interpreter: nothing to compile, and stock refuses CPU tensors.
-            with self._first_use:  # It is not made for threads.
-                kernel.gemm.run(operands)
-            return True
-        # Another thread compiles this or another kernel: stock is quicker than to wait for it.
-        if not self._first_use.acquire(blocking=False):
+
+        def run() -> None:
+            # What is not written must not pass for right: the allocator may have handed out the
+            # memory of an equal result.
+            operands.d.fill_(torch.nan)
+            kernel.gemm.run(operands)
+
+        def fault() -> str | None:
+            return self._compare(operands, stream)
+
+        ran, found = self._first_use.prove(device, stream, run, fault)
+        if found is not None:
+            self._failures.open(device, f"{kernel.gemm.config.name} {found}")
+            self._reconsider()
             return False
-        try:
-            with torch.cuda.stream(_stream(stream, device)):
-                # Compiling, loading a module and comparing are all forbidden under capture.
-                if torch.cuda.is_current_stream_capturing():
-                    return False
-                # What is not written must not pass for right: the allocator may have handed out the
-                # memory of an equal result.
-                operands.d.fill_(torch.nan)
-                kernel.gemm.run(operands)
-                fault = self._compare(operands, stream)
-        finally:
-            self._first_use.release()
-        kernel.proven = fault is None
-        if fault is not None:
-            self._open_breaker(device, f"{kernel.gemm.config.name} {fault}")
-        return kernel.proven
+        # What the interpreter ran was not compared.
+        kernel.proven = ran and device >= 0
+        return ran
 
     def _compare(self, operands: Operands, stream: int) -> str | None:
         """What is wrong with `d`, measured by stock in its first and last rows; None if nothing.
@@ -196,11 +204,6 @@ class Int8Gemm:
         other rows, so that the comparison needs no second output. NaN equals NaN: the inputs may
         hold some.
         """
-        bias = operands.bias
-        if bias is None:
-            bias = operands.d.new_empty(0)
-        elif self._bias_float32:
-            bias = bias.float()
         m = operands.m
         tail = max(0, m - _CHECKED_ROWS) // 16 * 16
         blocks = range(0, m, _CHECKED_ROWS) if self._check_all else {0, tail}
@@ -208,9 +211,7 @@ class Int8Gemm:
             last = m if first == tail else min(m, first + _CHECKED_ROWS)
             ours = operands.d[first:last]
             part = operands.rows(first, last, torch.full_like(ours, torch.nan))
-            values = (part.a, part.b, part.x_scale, part.w_scale, bias, part.d)
-            capsules = renewed([None] * len(values), values)
-            if not self._stock(*capsules, CODES[part.d.dtype], stream):
+            if not self._reference(part, stream):
                 return "cannot be compared: stock declines the same call"
             if not bool(((ours == part.d) | (ours.isnan() & part.d.isnan())).all()):
                 return "differs from stock"
@@ -221,10 +222,10 @@ class Int8Gemm:
     ) -> Plan | None:
         plan = None
         if _well_formed(tensors, code):
-            a, b, _, _, bias, d = tensors
+            a, b, _, _, bias, d, *residual = tensors
             n, k = b.shape
             bias_dtype = bias.dtype if bias.numel() else None
-            plan = self.plan(a.get_device(), a.shape[0], n, k, d.dtype, bias_dtype)
+            plan = self.plan(a.get_device(), a.shape[0], n, k, d.dtype, bias_dtype, bool(residual))
         if len(self._by_tensors) >= _MAX_PLANS:
             self._forget()
         self._by_tensors[key] = plan
@@ -238,6 +239,7 @@ class Int8Gemm:
         k: int,
         out_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
+        residual: bool,
     ) -> Plan | None:
         call = GemmCall(
             m,
@@ -245,17 +247,22 @@ class Int8Gemm:
             k,
             _DTYPE_NAMES[out_dtype],
             None if bias_dtype is None else _DTYPE_NAMES[bias_dtype],
-            accepts_bias=self._bias_float32 or bias_dtype in (None, out_dtype),
+            accepts_bias=self._any_bias or bias_dtype in (None, out_dtype),
+            residual=residual,
+            backend=self._backend,
         )
-        gpu = profile(device)
-        route = decide(call, gpu, self._int8)
-        broken = self._breaker.reason(self._operation, device)
+        gpu = self._profile(device)
+        route = decide(call, gpu, self._settings.int8)
+        if device < 0 and not interpreting():
+            route = Route(None, "Triton runs on the CPU only in its interpreter")
+        broken = self._failures.reason(device)
         if broken is not None:
             route = Route(None, broken)
         if log.paths_wanted():
             bias = "no" if call.bias_dtype is None else call.bias_dtype
+            extra = ", residual" if residual else ""
             log.path(
-                f"{self._operation} {m}x{n}x{k}, {call.out_dtype} output, {bias} bias, "
+                f"{self._operation} {m}x{n}x{k}, {call.out_dtype} output, {bias} bias{extra}, "
                 f"on {gpu.name}: {route.path} ({route.reason})"
             )
         if route.config is None:
@@ -264,8 +271,10 @@ class Int8Gemm:
         from ck_patch.kernels.registry import GEMMS
 
         gemm = GEMMS[route.config.family]()
-        key = (device, route.config, out_dtype, bias_dtype, gemm.variant(route.config, k))
-        kernel = self._kernels.setdefault(key, _Kernel(gemm(route.config, gpu.sm_count)))
+        variant = gemm.variant(route.config, k)
+        key = (device, route.config, out_dtype, bias_dtype, residual, variant)
+        made = gemm(route.config, gpu.sm_count, _ROUNDINGS[self._backend])
+        kernel = self._kernels.setdefault(key, _Kernel(made))
         return Plan(device, kernel, guarded=device >= 0 and torch.cuda.device_count() > 1)
 
     def _forget(self) -> None:
@@ -275,25 +284,10 @@ class Int8Gemm:
 
     def _failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
-        failure = classify(error)
-        if failure == "sticky":
-            raise error
-        if failure == "memory":
-            log.once(
-                f"{self._operation} memory",
-                f"{self._operation}: out of memory, this call goes to stock",
-            )
-            return
-        lines = str(error).strip().splitlines() or [""]
-        self._open_breaker(device, f"{type(error).__name__}: {lines[0]}")
+        if self._failures.account(error, device):
+            self._reconsider()
 
-    def _open_breaker(self, device: int, reason: str) -> None:
-        if self._breaker.open(self._operation, device, reason):
-            log.warn(
-                f"{self._operation} breaker {device}",
-                f"{self._operation} stays on stock on device {device} ({reason}); "
-                "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
-            )
+    def _reconsider(self) -> None:
         self._forget()
         self._review()
 
@@ -304,13 +298,17 @@ class Int8Gemm:
         self.useful = any(self._can_use(index) for index in indices)
 
     def _can_use(self, device: int) -> bool:
-        if self._breaker.reason(self._operation, device) is not None:
+        if self._failures.reason(device) is not None:
             return False
         try:
-            return device_reason(profile(device), self._int8) is None
+            path = device_path(self._profile(device), self._settings.int8, self._backend)
+            return path.path == "triton"
         except Exception:
             # A driver that does not answer: if a call needs this device, its breaker will say why.
             return False
+
+    def _profile(self, device: int) -> DeviceProfile:
+        return profile(device, self._settings.assumed(device))
 
 
 def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:
@@ -319,13 +317,13 @@ def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, 
     This runs at every call: plain attribute reads, and everything that can be told from them is
     decided once per key.
     """
-    a, b, xs, ws, bias, d = tensors
+    a, b, xs, ws, bias, d, *residual = tensors
     if not (
         type(a) is type(b) is type(xs) is type(ws) is type(bias) is type(d) is torch.Tensor
         and type(code) is type(stream) is int
     ):
         return None
-    return (
+    key: tuple[object, ...] = (
         code,
         a.shape,
         b.shape,
@@ -352,11 +350,16 @@ def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, 
         and bias.is_contiguous()
         and d.is_contiguous(),
     )
+    for tensor in residual:
+        if type(tensor) is not torch.Tensor:
+            return None
+        key += (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+    return key
 
 
 def _well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
     """Whether a call keeps stock's contract to the letter; stock answers the others itself."""
-    a, b, xs, ws, bias, d = tensors
+    a, b, xs, ws, bias, d, *residual = tensors
     if a.dim() != 2 or b.dim() != 2:
         return False
     m, k = a.shape
@@ -372,23 +375,25 @@ def _well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
         and d.dtype == _OUT_DTYPES.get(cast(int, code))
         and bias.dtype in _DTYPE_NAMES
         and all(t.is_contiguous() and t.device == a.device for t in tensors)
+        and (not residual or _fits_residual(residual, d))
+    )
+
+
+def _fits_residual(residual: Sequence[torch.Tensor], d: torch.Tensor) -> bool:
+    addend, scale = residual
+    return (
+        addend.shape == d.shape
+        and scale.numel() == d.shape[1]
+        and addend.dtype == scale.dtype == d.dtype
     )
 
 
 def _operands(tensors: Sequence[torch.Tensor]) -> Operands:
-    a, b, xs, ws, bias, d = tensors
-    return Operands(a, b, xs, ws, bias if bias.numel() else None, d)
-
-
-def _stream(pointer: int, device: int) -> torch.cuda.Stream:
-    # ExternalStream(0) would be a new stream out of torch's pool.
-    if pointer == 0:
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(pointer, device)
+    a, b, xs, ws, bias, d, *residual = tensors
+    return Operands(a, b, xs, ws, bias if bias.numel() else None, d, *residual)
 
 
 def _misaligned(pointers: Sequence[int]) -> int:
     """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
     an empty bias starts at zero."""
-    a, b, xs, ws, bias, d = pointers
-    return (a | b | xs | ws | bias | d) & 15
+    return functools.reduce(operator.or_, pointers) & 15

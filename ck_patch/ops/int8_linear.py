@@ -1,0 +1,263 @@
+"""Drop-ins for `int8_linear` of the eager and the Triton backend: the path that the policy names.
+
+Both functions of the host do the same things in the same order: input activation, rotation, row
+quantizer, GEMM, residual. Ours replace the quantizer and the GEMM, each with the rounding of the
+backend it stands in for; the rest is the host's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ck_patch import log, notices
+from ck_patch.breaker import classify
+from ck_patch.context import Function, OpContext, Refused
+from ck_patch.device import interpreting, profile
+from ck_patch.ops import references, triton_rows
+from ck_patch.ops.dequantized_linear import dequantized_linear, rotated
+from ck_patch.ops.gemm import CODES, Int8Gemm
+from ck_patch.route import Backend, DevicePath, device_path
+
+_COMPUTE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_QUANTIZERS = {"eager": "quantize_int8_rowwise", "triton": "triton_quantize_rowwise"}
+# How many columns of x make one of an activation's; an unknown activation is stock's to refuse.
+_ACT_WIDTHS = {None: 1, "none": 1, "gelu_tanh": 1, "rms_norm": 1, "swiglu": 2, "situ": 2}
+
+
+class Int8Linear:
+    """The op behind both slots.
+
+    It takes x [..., K] (2K with a gated activation) float32, float16 or bfloat16, weight int8
+    [N, K], contiguous, weight_scale with one or N values, bias of N values or none, all on the
+    device of x. Everything else goes to `fallback`, which is stock or as good as stock.
+    """
+
+    def __init__(
+        self, backend: Backend, stock: Function, fallback: Function, context: OpContext
+    ) -> None:
+        self._backend: Backend = backend
+        self._host: Any = sys.modules[stock.__module__]
+        self._settings = context.settings
+        operation = f"{backend}_int8_linear"
+        reference = getattr(references, backend)(self._host)
+        self._gemm = Int8Gemm(operation, backend, reference, context)
+        self._quantizer = _QUANTIZERS[backend]
+        self._names = frozenset(inspect.signature(stock).parameters)
+        self._paths: dict[int, DevicePath] = {}
+        self._operation = operation
+        # The CPU has something to do only where somebody asks for it.
+        self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
+        self._active = True
+
+        # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
+        @functools.wraps(stock)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if args else kwargs.get("x")
+            if (
+                not (self._active and isinstance(x, torch.Tensor))
+                or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
+                # Dynamo must not trace into a launch: the kernel would be its own, not ours.
+                or torch.compiler.is_compiling()
+                or kwargs.keys() - self._names
+                or len(args) > len(self._names)
+            ):
+                return fallback(*args, **kwargs)
+            out = self._attempt(args, kwargs)
+            return fallback(*args, **kwargs) if out is None else out
+
+        self._function = function
+
+    @property
+    def function(self) -> Function:
+        """The function to install; signature and docstring are stock's."""
+        return self._function
+
+    def deactivate(self) -> None:
+        """Pass every further call to stock."""
+        self._active = False
+
+    def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        try:
+            return self._linear(*args, **kwargs)
+        except Exception as error:
+            # The GEMM and the quantizer account for their own failures. This is an argument that
+            # does not answer, or a step of the host's: stock itself says it best, if the context
+            # is alive.
+            if classify(error) == "sticky":
+                raise
+            name = type(error).__name__
+            log.once(
+                f"{self._operation} {name}",
+                f"{self._operation}: {name}, such calls go to stock ({error})",
+            )
+            return None
+
+    def _linear(
+        self,
+        x: Any = None,
+        weight: Any = None,
+        weight_scale: Any = None,
+        bias: Any = None,
+        out_dtype: Any = torch.bfloat16,
+        convrot: Any = False,
+        convrot_groupsize: Any = 256,
+        input_act: Any = None,
+        input_act_weight: Any = None,
+        input_act_eps: Any = 0.0,
+        residual: Any = None,
+        residual_scale: Any = None,
+    ) -> torch.Tensor | None:
+        """The result, or None where the call is stock's."""
+        device = x.get_device()
+        path = self._path(device)
+        if path.path == "stock" or not _is_regular(x, weight, weight_scale, bias, out_dtype):
+            return None
+        n, k = weight.shape
+        if (
+            x.shape[-1] != k * _ACT_WIDTHS.get(input_act, 0)
+            or (residual is not None and residual_scale is None)
+            or (convrot and (k % convrot_groupsize or convrot_groupsize < 4))
+        ):
+            return None
+        m = x.numel() // x.shape[-1]
+        run = self._dequantized if path.path in _COMPUTE else self._fused
+        result = run(
+            m,
+            functools.partial(self._activated, x, input_act, input_act_weight, input_act_eps),
+            convrot_groupsize if convrot else 0,
+            weight,
+            weight_scale.reshape(-1).float(),
+            bias,
+            out_dtype,
+        )
+        if result is None:
+            return None
+        result = result.reshape(*x.shape[:-1], n)
+        if residual is None:
+            return result
+        return self._host._apply_residual(result, residual, residual_scale)  # type: ignore[no-any-return]
+
+    def _path(self, device: int) -> DevicePath:
+        path = self._paths.get(device)
+        if path is None:
+            gpu = profile(device, self._settings.assumed(device))
+            path = self._paths[device] = device_path(gpu, self._settings.int8, self._backend)
+            notices.say(device, gpu, self._backend, path)
+        return path
+
+    def _activated(
+        self, x: torch.Tensor, act: str | None, weight: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        if act in (None, "none"):
+            return x
+        extra = () if weight is None else (weight, eps)
+        return self._host._apply_input_act(x, act, *extra)  # type: ignore[no-any-return]
+
+    def _rotated(self, x: torch.Tensor, group: int) -> torch.Tensor:
+        h = self._host._build_hadamard(group, device=x.device, dtype=x.dtype)
+        return self._host._rotate_activation(x, h, group)  # type: ignore[no-any-return]
+
+    def _fused(
+        self,
+        m: int,
+        activated: Callable[[], torch.Tensor],
+        group: int,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Quantize and multiply by our kernels."""
+        n, k = weight.shape
+        if bias is not None:
+            bias = bias.detach().reshape(-1)
+            bias = bias if bias.data_ptr() % 16 == 0 else bias.clone()
+        device = weight.get_device()
+        bias_dtype = None if bias is None else bias.dtype
+        plan = self._gemm.plan(device, m, n, k, out_dtype, bias_dtype)
+        # Ask before the activation is quantized: declining later would cost that.
+        if plan is None or not self._gemm.ready(plan) or weight.data_ptr() % 16:
+            return None
+        if weight_scale.numel() != n or weight_scale.data_ptr() % 16:
+            weight_scale = weight_scale.expand(n).clone(memory_format=torch.contiguous_format)
+        x = activated()
+        if group:
+            x = self._rotated(x, group)
+        # The host's quantizer as it is now: a slot of its own.
+        quantized = getattr(self._host, self._quantizer)(x.reshape(m, k).contiguous())
+        if bias is None:
+            bias = weight_scale.new_empty(0)
+        out = torch.empty((m, n), dtype=out_dtype, device=weight.device)
+        stream = torch.cuda.current_stream(device).cuda_stream if device >= 0 else 0
+        tensors = (quantized[0], weight, quantized[1], weight_scale, bias, out)
+        return out if self._gemm.launch(plan, tensors, stream) else None
+
+    def _dequantized(
+        self,
+        m: int,
+        activated: Callable[[], torch.Tensor],
+        group: int,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Multiply without quantizing, in the half-precision dtype that the path names."""
+        x = activated().reshape(m, weight.shape[1])
+        if group:
+            x = rotated(x, self._host._build_hadamard, group)
+        compute = _COMPUTE[self._path(weight.get_device()).path]
+        return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute)
+
+
+def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: Any) -> bool:
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not (type(x) in plain and type(weight) in plain and type(weight_scale) in plain):
+        return False
+    if bias is not None and not (
+        type(bias) in plain
+        and bias.dtype in CODES
+        and bias.numel() == weight.shape[0]
+        and bias.device == x.device
+        and bias.is_contiguous()
+    ):
+        return False
+    return (
+        x.dim() > 0
+        and x.numel() > 0
+        and weight.dim() == 2
+        and weight.numel() > 0
+        and x.dtype in CODES
+        and out_dtype in CODES
+        and weight.dtype == torch.int8
+        and weight.is_contiguous()
+        and weight_scale.dtype in CODES
+        and weight_scale.numel() in (1, weight.shape[0])
+        and weight.device == weight_scale.device == x.device
+        and not (
+            torch.is_grad_enabled()
+            and (x.requires_grad or (bias is not None and bias.requires_grad))
+        )
+    )
+
+
+def build_eager(stock: Function, context: OpContext) -> Int8Linear:
+    """Make the op that replaces the eager backend's `int8_linear`."""
+    if context.check_first:
+        raise Refused("a release newer than the tested ones may do other things in int8_linear")
+    return Int8Linear("eager", stock, stock, context)
+
+
+def build_triton(stock: Function, context: OpContext) -> Int8Linear | triton_rows.RowChunks:
+    """Make the op that replaces the Triton backend's, which fails at 2^31 elements: what is not
+    ours goes to stock in chunks."""
+    chunked = triton_rows.build_linear(stock, context)
+    if context.check_first:
+        return chunked
+    return Int8Linear("triton", stock, chunked.function, context)

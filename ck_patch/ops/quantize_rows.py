@@ -1,0 +1,196 @@
+"""Drop-ins for the row quantizers of the three backends: our kernel where the policy says so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ck_patch import notices
+from ck_patch.context import Function, OpContext, Refused
+from ck_patch.device import interpreting, profile
+from ck_patch.ops import eager_host, triton_rows
+from ck_patch.ops.failures import Failures
+from ck_patch.ops.first_use import FirstUse
+from ck_patch.ops.gemm import CODES
+from ck_patch.route import Backend, device_path
+
+# The first use of a kernel is compared with stock on so many rows at either end.
+_CHECKED_ROWS = 128
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class _Kernel:
+    """A quantizer for one device, dtype and K, and whether its first result was right."""
+
+    quantizer: Any
+    proven: bool = False
+
+
+class QuantizeRows:
+    """The op behind the slots.
+
+    It takes x [..., K] float32, float16 or bfloat16, contiguous, 16-byte aligned, and returns q
+    int8 of that shape and the scales, float32 [..., 1], both new. Everything else, stochastic
+    rounding above all, goes to `fallback`, which is stock or as good as stock.
+    """
+
+    def __init__(
+        self, backend: Backend, stock: Function, fallback: Function, context: OpContext
+    ) -> None:
+        self._backend: Backend = backend
+        self._stock = fallback
+        self._settings = context.settings
+        self._operation = f"{backend}_quantize_rowwise"
+        self._failures = Failures(self._operation, context.breaker)
+        self._first_use = FirstUse()
+        self._paths: dict[int, str] = {}
+        self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
+        self._launches: dict[tuple[object, ...], Callable[..., None]] = {}
+        self._on_cpu = interpreting()
+        self._active = True
+
+        # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
+        @functools.wraps(stock)
+        def function(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not self._active
+                or type(x) is not torch.Tensor
+                or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
+                or torch.compiler.is_compiling()
+            ):
+                return fallback(x, *args, **kwargs)
+            path = self._path(x.get_device())
+            if path == "eager":
+                return eager_host.module().quantize_int8_rowwise(x, *args, **kwargs)
+            # Stochastic rounding is on with a seed above zero.
+            if path != "triton" or any(args) or any(kwargs.values()):
+                return fallback(x, *args, **kwargs)
+            quantized = self._quantize(x)
+            return fallback(x, *args, **kwargs) if quantized is None else quantized
+
+        self._function = function
+
+    @property
+    def function(self) -> Function:
+        """The function to install; signature and docstring are stock's."""
+        return self._function
+
+    def deactivate(self) -> None:
+        """Pass every further call to stock."""
+        self._active = False
+
+    def _path(self, device: int) -> str:
+        path = self._paths.get(device)
+        if path is None:
+            gpu = profile(device, self._settings.assumed(device))
+            found = device_path(gpu, self._settings.int8, self._backend)
+            notices.say(device, gpu, self._backend, found)
+            path = self._paths[device] = found.path
+        return path
+
+    def _quantize(self, x: torch.Tensor) -> Quantized | None:
+        device = x.get_device()
+        if (
+            x.dtype not in CODES
+            or x.requires_grad
+            or not x.is_contiguous()
+            or x.numel() == 0
+            or x.dim() == 0
+            or x.data_ptr() % 16
+            or self._failures.reason(device) is not None
+        ):
+            return None
+        try:
+            if device >= 0 and torch.cuda.current_device() != device:
+                with torch.cuda.device(device):
+                    return self._run(x, device)
+            return self._run(x, device)
+        except Exception as error:
+            self._failures.account(error, device)
+            return None
+
+    def _run(self, x: torch.Tensor, device: int) -> Quantized | None:
+        k = x.shape[-1]
+        rows = x.view(-1, k)
+        kernel = self._kernels.get((device, x.dtype, k))
+        if kernel is None:
+            from ck_patch.kernels.quantize_rows import RowQuantizer
+
+            made = _Kernel(RowQuantizer(self._backend))
+            kernel = self._kernels.setdefault((device, x.dtype, k), made)
+        if not kernel.proven and not self._first_use.possible(device):
+            return None
+        q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+        scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        if not kernel.proven:
+            return (q, scale) if self._prove(kernel, rows, q.view(-1, k), scale) else None
+        key = (device, x.dtype, rows.shape)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = kernel.quantizer.bind(rows)
+        pointers = (x.data_ptr(), q.data_ptr(), scale.data_ptr())
+        launch(pointers, torch._C._cuda_getCurrentRawStream(device))
+        return q, scale
+
+    def _prove(
+        self, kernel: _Kernel, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor
+    ) -> bool:
+        device = x.get_device()
+
+        def run() -> None:
+            # What is not written must not pass for right.
+            q.fill_(-77)
+            scale.fill_(torch.nan)
+            kernel.quantizer.run(x, q, scale)
+
+        def fault() -> str | None:
+            return self._fault(x, q, scale.view(-1, 1))
+
+        stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+        ran, found = self._first_use.prove(device, stream, run, fault)
+        if found is not None:
+            self._failures.open(device, found)
+            return False
+        # What the interpreter ran was not compared.
+        kernel.proven = ran and device >= 0
+        return ran
+
+    def _fault(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> str | None:
+        """What is wrong with the first and last rows, measured by stock; None if nothing."""
+        for rows in (slice(0, _CHECKED_ROWS), slice(max(0, x.shape[0] - _CHECKED_ROWS), None)):
+            values, scales = self._stock(x[rows])
+            same = (scale[rows] == scales) | (scale[rows].isnan() & scales.isnan())
+            if not bool((q[rows] == values).all() & same.all()):
+                return "differs from stock"
+        return None
+
+
+def build_cuda(stock: Function, context: OpContext) -> QuantizeRows:
+    """Make the op that replaces the CUDA backend's `quantize_int8_rowwise`."""
+    return _build("cuda", stock, context)
+
+
+def build_eager(stock: Function, context: OpContext) -> QuantizeRows:
+    """Make the op that replaces the eager backend's `quantize_int8_rowwise`."""
+    return _build("eager", stock, context)
+
+
+def build_triton(stock: Function, context: OpContext) -> QuantizeRows | triton_rows.RowChunks:
+    """Make the op that replaces `triton_quantize_rowwise`, which fails at 2^31 elements: what is
+    not ours goes to stock in chunks."""
+    chunked = triton_rows.build_quantizer(stock, context)
+    if context.check_first:
+        return chunked
+    return QuantizeRows("triton", stock, chunked.function, context)
+
+
+def _build(backend: Backend, stock: Function, context: OpContext) -> QuantizeRows:
+    if context.check_first:
+        raise Refused("a release newer than the tested ones may do other things in its quantizers")
+    return QuantizeRows(backend, stock, stock, context)

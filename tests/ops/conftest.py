@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ck_patch import log
+from ck_patch.breaker import Breaker
 from tests.interpreter import pytest_configure, pytest_runtest_protocol, pytest_runtest_setup
 
 __all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_runtest_setup"]
@@ -31,18 +32,23 @@ def quiet_numpy() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_op() -> Callable[..., Any]:
-    """`make_op(stock, int8="auto", release="0.2.34")` builds the op with a breaker of its own."""
+def breaker() -> Breaker:
+    """The breaker of every op that the test builds."""
+    return Breaker()
+
+
+@pytest.fixture
+def make_op(breaker: Breaker) -> Callable[..., Any]:
+    """`make_op(stock, release="0.2.34", **settings)` builds the op of the GEMM entry."""
     from ck_patch import releases
-    from ck_patch.breaker import Breaker
     from ck_patch.context import OpContext
     from ck_patch.ops import cutlass_int8_dequant
     from ck_patch.settings import Settings
 
     by_first = {release.first: release for release in releases.RELEASES}
 
-    def make(stock: Callable[..., Any], int8: str = "auto", release: str = "0.2.34") -> Any:
-        context = OpContext(Settings(int8=int8), Breaker(), by_first[release], check_first=False)
+    def make(stock: Callable[..., Any], release: str = "0.2.34", **settings: Any) -> Any:
+        context = OpContext(Settings(**settings), breaker, by_first[release], check_first=False)
         return cutlass_int8_dequant.build(stock, context)
 
     return make

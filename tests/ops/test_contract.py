@@ -11,6 +11,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ck_patch import releases
+from ck_patch.breaker import Breaker
 from tests.ops.slot import RecordingStock, make_call
 
 pytestmark = pytest.mark.interpreter
@@ -177,7 +178,10 @@ MALFORMED = {
 
 @pytest.mark.parametrize("arguments", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_malformed_call_fails_as_stock_does_and_changes_nothing(
-    make_op: MakeOp, real_stock: Callable[..., Any], arguments: Callable[[], list[Any]]
+    make_op: MakeOp,
+    real_stock: Callable[..., Any],
+    arguments: Callable[[], list[Any]],
+    breaker: Breaker,
 ) -> None:
     with pytest.raises(TypeError) as theirs:
         real_stock(*arguments())
@@ -185,19 +189,19 @@ def test_a_malformed_call_fails_as_stock_does_and_changes_nothing(
     with pytest.raises(type(theirs.value)) as ours:
         op.function(*arguments())
     assert ours.type is theirs.type
-    assert op._gemm._breaker.snapshot() == (), "a mistake of the caller's is no failure of ours"
+    assert breaker.snapshot() == (), "a mistake of the caller's is no failure of ours"
     good = make_call()
     assert op.function(*good.arguments()) is True
     assert good.is_exact()
 
 
 def test_a_code_that_cannot_be_hashed_is_the_callers_mistake(
-    make_op: MakeOp, real_stock: Callable[..., Any]
+    make_op: MakeOp, real_stock: Callable[..., Any], breaker: Breaker
 ) -> None:
     op = make_op(real_stock)
     with pytest.raises(TypeError):
         op.function(*_changed(6, [0])())
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
 
 
 @pytest.mark.parametrize("name", ["stream_ptr", "unknown"])

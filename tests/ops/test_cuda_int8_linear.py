@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from ck_patch.breaker import Breaker
+
 pytestmark = pytest.mark.interpreter
 
 HOST = "host_of_cuda_int8_linear"
@@ -64,14 +66,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def op(host: Any) -> Any:
-    from ck_patch.breaker import Breaker
+def op(host: Any, breaker: Breaker) -> Any:
     from ck_patch.context import OpContext
     from ck_patch.ops.cuda_int8_linear import build
     from ck_patch.releases import RELEASES
     from ck_patch.settings import Settings
 
-    context = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=False)
+    context = OpContext(Settings(), breaker, RELEASES[-1], check_first=False)
     op = build(host.int8_linear, context)
     op._device_type = "cpu"
     op._current_device = lambda: -1
@@ -165,13 +166,15 @@ def test_a_rotation_that_stock_does_in_one_kernel_is_stocks_kernel(op: Any, host
     ],
     ids=lambda changes: f"{next(iter(changes))}",
 )
-def test_everything_else_is_stocks_whole_and_untouched(op: Any, host: Any, changes: Form) -> None:
+def test_everything_else_is_stocks_whole_and_untouched(
+    op: Any, host: Any, changes: Form, breaker: Breaker
+) -> None:
     given = form(**changes)
     assert op.function(**given) == "stock"
     (seen,) = host.stock
     assert seen.keys() == given.keys()
     assert all(seen[name] is value for name, value in given.items())
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
 
 
 def test_the_hosts_own_switch_against_cutlass_is_obeyed(op: Any, host: Any) -> None:
@@ -180,7 +183,7 @@ def test_the_hosts_own_switch_against_cutlass_is_obeyed(op: Any, host: Any) -> N
 
 
 def test_a_quantizer_that_fails_is_stocks_to_report_and_one_line_says_so(
-    op: Any, host: Any, caplog: pytest.LogCaptureFixture
+    op: Any, host: Any, caplog: pytest.LogCaptureFixture, breaker: Breaker
 ) -> None:
     caplog.set_level(logging.INFO, "ck_patch")
 
@@ -191,14 +194,14 @@ def test_a_quantizer_that_fails_is_stocks_to_report_and_one_line_says_so(
     for _ in range(3):
         assert op.function(**form()) == "stock"
     assert len(host.stock) == 3
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
     assert [record.getMessage() for record in caplog.records] == [
         "cuda_int8_linear: RuntimeError before the GEMM, such calls go to stock (planted)"
     ]
 
 
 def test_a_kernel_that_fails_gives_stocks_result_and_stays_out(
-    op: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+    op: Any, host: Any, monkeypatch: pytest.MonkeyPatch, breaker: Breaker
 ) -> None:
     from ck_patch.kernels.int8_gemm import PointerGemm
 
@@ -208,7 +211,7 @@ def test_a_kernel_that_fails_gives_stocks_result_and_stays_out(
     monkeypatch.setattr(PointerGemm, "run", broken)
     for _ in range(3):
         assert op.function(**form()) == "stock"
-    (opened,) = op._gemm._breaker.snapshot()
+    (opened,) = breaker.snapshot()
     assert (opened.operation, "planted" in opened.reason) == ("cuda_int8_linear", True)
 
 
@@ -219,7 +222,6 @@ def test_an_unaligned_weight_is_not_quantized_for(op: Any, host: Any) -> None:
 
 
 def test_an_entry_that_another_patcher_replaced_is_not_bypassed(op: Any, host: Any) -> None:
-    from ck_patch.breaker import Breaker
     from ck_patch.context import OpContext, Refused
     from ck_patch.ops.cuda_int8_linear import build
     from ck_patch.releases import RELEASES

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ck_patch.breaker import Breaker
 from ck_patch.kernels.launch import Operands
 from tests.ops.slot import RecordingStock, make_call
 
@@ -75,6 +76,7 @@ def test_any_exception_gives_stocks_result_for_that_call_and_all_later_ones(
     fail: Callable[[BaseException | None], None],
     caplog: pytest.LogCaptureFixture,
     make_error: Callable[[], Exception],
+    breaker: Breaker,
 ) -> None:
     error = make_error()
     fail(error)
@@ -86,7 +88,7 @@ def test_any_exception_gives_stocks_result_for_that_call_and_all_later_ones(
             assert op.function(*call.arguments()) is True
             assert call.is_exact()
             assert len(stock.calls) == count
-    (opened,) = op._gemm._breaker.snapshot()
+    (opened,) = breaker.snapshot()
     assert (opened.operation, opened.device) == ("cutlass_int8_dequant", "-1")
     assert type(error).__name__ in opened.reason
     (line,) = [record.getMessage() for record in caplog.records]
@@ -112,14 +114,14 @@ def test_a_failure_after_success_opens_the_breaker_too(
 
 
 def test_kernels_that_cannot_be_imported_leave_the_call_to_stock(
-    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
+    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, breaker: Breaker
 ) -> None:
     monkeypatch.setitem(sys.modules, "ck_patch.kernels.registry", None)
     stock, call = RecordingStock(), make_call()
     op = make_op(stock)
     assert op.function(*call.arguments()) is True
     assert call.is_exact()
-    assert "ck_patch.kernels.registry" in op._gemm._breaker.snapshot()[0].reason
+    assert "ck_patch.kernels.registry" in breaker.snapshot()[0].reason
 
 
 @pytest.mark.parametrize("what", ["profile", "decide"])
@@ -167,6 +169,7 @@ def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
     fail: Callable[[BaseException | None], None],
     caplog: pytest.LogCaptureFixture,
     error: Exception,
+    breaker: Breaker,
 ) -> None:
     stock = RecordingStock()
     op = make_op(stock)
@@ -177,7 +180,7 @@ def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
             assert op.function(*call.arguments()) is True
             assert call.is_exact()
     assert len(stock.calls) == 2
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
     assert len(caplog.records) == 1
     fail(None)
     assert op.function(*make_call().arguments()) is True
@@ -185,7 +188,7 @@ def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
 
 
 def test_out_of_memory_in_stock_reaches_the_caller(
-    make_op: MakeOp, fail: Callable[[BaseException | None], None]
+    make_op: MakeOp, fail: Callable[[BaseException | None], None], breaker: Breaker
 ) -> None:
     theirs = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -197,7 +200,7 @@ def test_out_of_memory_in_stock_reaches_the_caller(
     with pytest.raises(torch.OutOfMemoryError) as caught:
         op.function(*make_call().arguments())
     assert caught.value is theirs
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
 
 
 @pytest.mark.parametrize("text", STICKY.values(), ids=STICKY.keys())
@@ -206,6 +209,7 @@ def test_a_dead_context_passes_untouched_and_stock_is_not_called(
     fail: Callable[[BaseException | None], None],
     caplog: pytest.LogCaptureFixture,
     text: str,
+    breaker: Breaker,
 ) -> None:
     error = RuntimeError(text)
     fail(error)
@@ -215,7 +219,7 @@ def test_a_dead_context_passes_untouched_and_stock_is_not_called(
         op.function(*make_call().arguments())
     assert caught.value is error
     assert not stock.calls
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
     assert not caplog.records
 
 
@@ -235,7 +239,7 @@ def test_what_is_no_failure_passes_untouched(
     assert not stock.calls
 
 
-def test_stocks_own_exception_passes_and_opens_nothing(make_op: MakeOp) -> None:
+def test_stocks_own_exception_passes_and_opens_nothing(make_op: MakeOp, breaker: Breaker) -> None:
     theirs = RuntimeError("xs must have M elements")
 
     def stock(*args: Any) -> bool:
@@ -245,15 +249,15 @@ def test_stocks_own_exception_passes_and_opens_nothing(make_op: MakeOp) -> None:
     with pytest.raises(RuntimeError) as caught:
         op.function(*make_call(k=24).arguments())
     assert caught.value is theirs
-    assert op._gemm._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
 
 
-@pytest.mark.parametrize("int8", ["stock", "fp16"])
+@pytest.mark.parametrize("changes", [{"int8": "stock"}, {"assume": ((None, (7, 0)),)}], ids=str)
 def test_where_no_device_can_use_ours_stock_gets_the_callers_own_capsules(
-    make_op: MakeOp, int8: str
+    make_op: MakeOp, changes: dict[str, Any]
 ) -> None:
     stock = RecordingStock()
-    op = make_op(stock, int8=int8)
+    op = make_op(stock, **changes)
     assert op.function(*make_call().arguments()) is True
     values = make_call().arguments()
     assert op.function(*values) is True

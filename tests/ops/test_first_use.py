@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from ck_patch.breaker import Breaker
 from ck_patch.kernels.int8_gemm import PointerGemm
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops import gemm
+from ck_patch.ops import first_use, gemm
 from ck_patch.tiles import INTERPRETER
 from tests.ops.slot import RecordingStock, make_call
 
@@ -49,7 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     monkeypatch.setattr(PointerGemm, "run", run)
     # torch.cuda.stream(None) changes nothing.
-    monkeypatch.setattr(gemm, "_stream", lambda pointer, device: None)
+    monkeypatch.setattr(first_use, "_stream", lambda pointer, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
@@ -63,13 +64,13 @@ def new_kernel() -> gemm._Kernel:
     return gemm._Kernel(PointerGemm(INTERPRETER, sm_count=1))
 
 
-def test_a_kernel_that_equals_stock_is_proven(make_op: MakeOp, gpu: Gpu) -> None:
+def test_a_kernel_that_equals_stock_is_proven(make_op: MakeOp, gpu: Gpu, breaker: Breaker) -> None:
     stock, kernel = RecordingStock(), new_kernel()
     engine = make_op(stock)._gemm
     assert engine._prove(kernel, DEVICE, operands(), 0) is True
     assert kernel.proven
     assert len(gpu.launched) == 1
-    assert engine._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
 
 
 def _last_element(call: Operands) -> None:
@@ -92,6 +93,7 @@ def _rows_shifted(call: Operands) -> None:
 def test_a_kernel_that_differs_from_stock_is_never_used_again(
     make_op: MakeOp,
     gpu: Gpu,
+    breaker: Breaker,
     caplog: pytest.LogCaptureFixture,
     fault: Callable[[Operands], None],
 ) -> None:
@@ -101,7 +103,7 @@ def test_a_kernel_that_differs_from_stock_is_never_used_again(
     with caplog.at_level(logging.INFO, "ck_patch"):
         assert engine._prove(kernel, DEVICE, operands(), 0) is False
     assert not kernel.proven
-    (opened,) = engine._breaker.snapshot()
+    (opened,) = breaker.snapshot()
     assert opened.device == str(DEVICE)
     assert opened.reason == f"{INTERPRETER.name} differs from stock"
     (line,) = [record.getMessage() for record in caplog.records]
@@ -117,14 +119,16 @@ def test_a_call_that_stock_declines_proves_nothing(make_op: MakeOp, gpu: Gpu) ->
     assert not kernel.proven
 
 
-def test_nothing_is_launched_or_compared_under_capture(make_op: MakeOp, gpu: Gpu) -> None:
+def test_nothing_is_launched_or_compared_under_capture(
+    make_op: MakeOp, gpu: Gpu, breaker: Breaker
+) -> None:
     stock, kernel = RecordingStock(), new_kernel()
     engine = make_op(stock)._gemm
     gpu.capturing = True
     assert engine._prove(kernel, DEVICE, operands(), 0) is False
     assert not gpu.launched
     assert not stock.calls
-    assert engine._breaker.snapshot() == ()
+    assert breaker.snapshot() == ()
     gpu.capturing = False
     assert engine._prove(kernel, DEVICE, operands(), 0) is True
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from dataclasses import dataclass, replace
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
+
+from packaging.version import InvalidVersion, Version
 
 KIB = 1024
 
@@ -15,7 +19,8 @@ KIB = 1024
 class DeviceProfile:
     """A device as the policy sees it. `kind` is "cuda", "interpreter" (the CPU, with Triton's
     interpreter on) or "other"; shared_memory is bytes per block, opted in; `descriptors` says
-    whether kernels can be given TMA descriptors made on the host."""
+    whether kernels can be given TMA descriptors made on the host, `prefetches` whether Triton loads
+    int8 operands into registers one step ahead: a 128x128 tile of 4 warps spills then."""
 
     kind: Literal["cuda", "interpreter", "other"]
     name: str
@@ -23,6 +28,7 @@ class DeviceProfile:
     sm_count: int = 1
     shared_memory: int = 0
     descriptors: bool = False
+    prefetches: bool = False
 
     @property
     def architecture(self) -> str:
@@ -60,6 +66,7 @@ def profile(index: int, assume: tuple[int, int] | None = None) -> DeviceProfile:
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         # TMA came with sm_90, and Triton's host-side descriptors with 3.4.
         properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
+        properties.major == 8 and _prefetching_triton(),
     )
 
 
@@ -71,20 +78,33 @@ def _assumed(capability: tuple[int, int]) -> DeviceProfile:
     return DeviceProfile("cuda", name, capability, shared_memory=48 * KIB)
 
 
+@functools.cache
+def _prefetching_triton() -> bool:
+    """Whether Triton does that on sm_80, 86 and 89: from 3.8 on, seen in the code that it makes."""
+    for name in ("triton", "triton-windows"):
+        with contextlib.suppress(metadata.PackageNotFoundError, InvalidVersion):
+            return Version(metadata.version(name)) >= Version("3.8")
+    return False
+
+
 # One GPU of each class that INT8 models run on, for tables and tests: shared memory per block from
 # the CUDA programming guide's table of compute capabilities, SM counts from the vendor's data.
 KNOWN = (
     DeviceProfile("cuda", "Tesla P100", (6, 0), 56, 48 * KIB),
     DeviceProfile("cuda", "GeForce GTX 1080 Ti", (6, 1), 28, 48 * KIB),
+    DeviceProfile("cuda", "Jetson TX2", (6, 2), 2, 48 * KIB),
     DeviceProfile("cuda", "Tesla V100", (7, 0), 80, 96 * KIB),
+    DeviceProfile("cuda", "Jetson AGX Xavier", (7, 2), 8, 96 * KIB),
     DeviceProfile("cuda", "GeForce GTX 1660 SUPER", (7, 5), 22, 64 * KIB),
     DeviceProfile("cuda", "GeForce RTX 2080 Ti", (7, 5), 68, 64 * KIB),
-    DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB),
-    DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB),
-    DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB),
+    DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB, False, _prefetching_triton()),
+    DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB, False, _prefetching_triton()),
+    DeviceProfile("cuda", "Jetson AGX Orin", (8, 7), 16, 163 * KIB, False, _prefetching_triton()),
+    DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB, False, _prefetching_triton()),
     DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB, True),
     DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True),
     DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB, True),
+    DeviceProfile("cuda", "Jetson AGX Thor", (11, 0), 20, 227 * KIB, True),
     DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB, True),
     DeviceProfile("cuda", "GB10", (12, 1), 48, 99 * KIB, True),
 )

@@ -23,6 +23,11 @@ Path = Literal["stock", "triton", "float16", "bfloat16", "eager"]
 `eager` hands a call of the CUDA backend to the eager one."""
 
 
+CUDA_BACKEND = "comfy_kitchen's CUDA backend"
+"""The advice where that backend would be faster: what keeps it from use is not the policy's to say.
+"""
+
+
 @dataclass(frozen=True)
 class DevicePath:
     """What the INT8 linears of one backend do on one device, shapes aside.
@@ -108,9 +113,12 @@ def _cuda_path(device: DeviceProfile, int8: str) -> DevicePath:
 
 def _triton_path(device: DeviceProfile, int8: str) -> DevicePath:
     if device.capability < (8, 0):
-        return DevicePath(
-            "stock", f"Triton has no int8 tensor-core kernels for {device.architecture}"
-        )
+        # The registry asks for sm_80, but of another device where a host mixes GPUs.
+        half = _half_instead(device)
+        if half is not None:
+            return half
+        reason = f"Triton has no int8 tensor-core kernels for {device.architecture}"
+        return DevicePath("stock", reason, "comfy_kitchen's eager backend")
     unsupported = _unsupported(device)
     if unsupported is not None:
         return unsupported
@@ -119,22 +127,19 @@ def _triton_path(device: DeviceProfile, int8: str) -> DevicePath:
 
 def _eager_path(device: DeviceProfile, int8: str) -> DevicePath:
     arch = device.architecture
-    if device.capability in ((6, 0), (7, 0), (7, 2)):
-        cores = "at double rate" if device.capability == (6, 0) else "on tensor cores"
-        return DevicePath(
-            "float16",
-            f"{arch} has no INT8 tensor cores, and runs FP16 {cores}",
-            "a GPU from sm_75 on has INT8 tensor cores",
-        )
+    half = _half_instead(device)
+    if half is not None:
+        return half
+    if device.capability < (6, 1):
+        reason = f"{arch} has neither dp4a nor fast FP16"
+        return DevicePath("stock", reason, "no faster path exists on this GPU")
     if device.capability < (7, 0):
-        what = "dp4a" if device.capability >= (6, 1) else "scalar arithmetic"
-        advice = "" if what == "dp4a" else "no faster path exists on this GPU"
-        return DevicePath("stock", f"cuBLAS runs INT8 by {what} on {arch}", advice)
+        return DevicePath("stock", f"cuBLAS runs INT8 by dp4a on {arch}")
     if device.capability < (8, 0):
         return DevicePath(
             "stock",
-            f"Triton has no int8 tensor-core kernels for {arch}; cuBLAS has",
-            "comfy_kitchen's CUDA backend, which needs a torch built for CUDA 13",
+            f"Triton has no int8 tensor-core kernels for {arch}, cuBLAS has INT8 ones",
+            CUDA_BACKEND,
         )
     if device.capability == (10, 3):
         return DevicePath(
@@ -146,8 +151,23 @@ def _eager_path(device: DeviceProfile, int8: str) -> DevicePath:
     return DevicePath(
         "triton",
         "fused, without the transposed copy of the weight and the int32 output",
-        "comfy_kitchen's CUDA backend, which needs a torch built for CUDA 13",
+        CUDA_BACKEND,
     )
+
+
+_HALF_REASONS = {
+    (6, 0): "sm_60 has no dp4a, and runs FP16 at double rate",
+    (7, 0): "sm_70 has no INT8 tensor cores, and runs FP16 on tensor cores",
+    (7, 2): "no kernel here uses the INT8 tensor cores of sm_72, and FP16 runs on tensor cores",
+}
+
+
+def _half_instead(device: DeviceProfile) -> DevicePath | None:
+    """The FP16 path of GPUs that FP16 is faster on than INT8 can be; None on the others."""
+    reason = _HALF_REASONS.get(device.capability)
+    if reason is None:
+        return None
+    return DevicePath("float16", reason, "a GPU with INT8 tensor cores, RTX 20xx or newer")
 
 
 _DEVICE_PATHS = {"cuda": _cuda_path, "triton": _triton_path, "eager": _eager_path}
@@ -163,7 +183,7 @@ def _unsupported(device: DeviceProfile) -> DevicePath | None:
         return DevicePath(
             "stock",
             "INT8 is slow on sm_103 whatever the kernel",
-            "CK_PATCH_INT8=fp16 dequantizes to BF16",
+            "CK_PATCH_INT8=fp16, which dequantizes to BF16",
         )
     if device.capability[0] not in (8, 9, 10, 12):
         return DevicePath("stock", f"{device.architecture} is unknown to this version")
@@ -215,10 +235,10 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
             return config, "measured faster than stock on sm_90"
         if int8 == "auto" and call.backend == "cuda":
             return None, "stock is as fast at this size with this K on sm_90"
-    if call.backend != "cuda":
-        return tiles.mma_sync(m), device_path(device, int8, call.backend).reason
-    if int8 == "triton":
-        return tiles.mma_sync(m), "CK_PATCH_INT8=triton"
+    if call.backend != "cuda" or int8 == "triton":
+        config = tiles.mma_sync(m, n, k, device.sm_count, device.prefetches)
+        reason = device_path(device, int8, call.backend).reason
+        return config, "CK_PATCH_INT8=triton" if call.backend == "cuda" else reason
     if m < 128:
         return None, "on sm_121 only M >= 128 was reported faster than stock"
     return tiles.MMA_SYNC, "reported 2.3 times as fast as stock on sm_121"

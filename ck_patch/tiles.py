@@ -68,20 +68,6 @@ def fits(
 # One program of the interpreter walks a tile in Python: few, small ones are quickest.
 INTERPRETER = TileConfig("pointer", 32, 32, 32, 4, 1, 8)
 
-# The `mma.sync` class, sm_80 and newer but sm_90 and sm_100, within the 99 KiB of shared memory
-# that most of it has. On GB10 (sm_121) the first reaches about 170 of 196 TOPS where stock has 72
-# (public report on comfy-kitchen 0.2.31, M >= 128). 4 warps spill registers on sm_80, 86 and 89.
-MMA_SYNC = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
-MMA_SYNC_SKINNY = TileConfig("pointer", 16, 64, 128, 4, 4, 8)
-
-# sm_90, measured on one H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40
-# and CUDA graph timing: 41 configurations on 54 shapes (all of shapes.json and some small ones) for
-# the large, 19 on 126 shapes (M 1 to 1024) for the small.
-HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
-HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
-HOPPER_PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
-
-
 @dataclass(frozen=True)
 class WaveCost:
     """Measured cost of a configuration: a launch of one wave takes `fixed_us` and, for each 1024
@@ -97,6 +83,33 @@ class WaveCost:
         full, rest = divmod(per_sm, len(self.wave_us))
         waves = full * self.wave_us[-1] + (self.wave_us[rest - 1] if rest else 0.0)
         return self.fixed_us + k / 1024 * waves
+
+
+# The `mma.sync` class, sm_80 and newer but sm_90 and sm_100, within the 99 KiB of shared memory
+# that most of it has. On GB10 (sm_121) this one reaches about 170 of 196 TOPS where stock has 72
+# (public report on comfy-kitchen 0.2.31, M >= 128).
+MMA_SYNC = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
+
+# The kernel compiled for sm_80, its PTX run on one H200 (scripts/bench_class.py, 2026-11-30, Triton
+# 3.6): 12 shapes from M = 2 to 14,430, with as many programs to an SM as fit into 100 KiB. The
+# cheapest by this estimate was 1.2 to 3.7 times as fast as the best of the six configurations of
+# comfy_kitchen's Triton backend, compiled likewise. Microseconds of another GPU would differ; what
+# counts is their order.
+MMA_SYNC_COSTS = (
+    WaveCost(TileConfig("pointer", 16, 32, 512, 4, 3, 8), 4.0, (0.84, 1.15)),
+    WaveCost(TileConfig("pointer", 16, 64, 256, 4, 4, 8), 4.2, (1.29, 1.74)),
+    WaveCost(TileConfig("pointer", 32, 64, 256, 4, 3, 8), 2.9, (2.21, 3.1)),
+    WaveCost(TileConfig("pointer", 64, 64, 128, 4, 4, 8), 2.1, (2.62, 4.27)),
+    WaveCost(TileConfig("pointer", 64, 128, 128, 4, 3, 8), 1.4, (4.49, 6.76)),
+    WaveCost(TileConfig("pointer", 128, 128, 64, 4, 3, 8), 1.4, (7.25, 9.83)),
+)
+
+# sm_90, measured on one H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6, comfy-kitchen 0.2.40
+# and CUDA graph timing: 41 configurations on 54 shapes (all of shapes.json and some small ones) for
+# the large, 19 on 126 shapes (M 1 to 1024) for the small.
+HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
+HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
+HOPPER_PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
 
 
 # The cheapest by this estimate was within 0.3% of the fastest of these seven on the 126 shapes
@@ -147,6 +160,15 @@ def _hopper_small(m: int, n: int, k: int, sm_count: int) -> TileConfig | None:
     return min(costs, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
 
 
-def mma_sync(m: int) -> TileConfig:
-    """The configuration that the `mma.sync` class runs M rows with."""
-    return MMA_SYNC_SKINNY if m <= 16 else MMA_SYNC
+def mma_sync(m: int, n: int, k: int, sm_count: int, prefetches: bool) -> TileConfig:
+    """The configuration of the `mma.sync` class for a shape; `prefetches` is the profile's."""
+    costs = [
+        cost
+        for cost in MMA_SYNC_COSTS
+        if k % cost.config.block_k == 0
+        and not (prefetches and cost.config.block_m * cost.config.block_n >= 128 * 128)
+    ]
+    # With so many rows nothing is gained by a tile that reads its operands more often.
+    if not costs or (prefetches and m >= 1024):
+        return MMA_SYNC
+    return min(costs, key=lambda cost: cost.estimate(m, n, k, sm_count)).config

@@ -52,8 +52,13 @@ def epilogue(
         if ROUNDING == "eager":
             bias = bias.to(DTYPE)
         bias = bias.to(tl.float32)
-    out = dequantize(acc, x_scale, w_scale, bias, ROUNDING, HAS_BIAS, DTYPE)
+    elif HAS_RESIDUAL:
+        # Stock's residual form has no variant without a bias: it adds zeros.
+        bias = tl.zeros_like(w_scale)
+    out = dequantize(acc, x_scale, w_scale, bias, ROUNDING, HAS_BIAS or HAS_RESIDUAL, DTYPE)
     if HAS_RESIDUAL:
+        # Its tree of operations stores the sum with the bias in the dtype of the output.
+        out = out.to(DTYPE).to(tl.float32)
         mask = in_m[:, None] & in_n[None, :]
         residual = tl.load(residual_ptr + (rows[:, None] + n[None, :]), mask=mask, other=0.0)
         residual_scale = tl.load(residual_scale_ptr + n, mask=in_n, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """The INT8 GEMM with fused dequantization that loads through plain pointers: it runs everywhere.
 
 y[m, n] = acc[m, n] * x_scale[m] * w_scale[n] + bias[n],  acc = sum over k of a[m, k] * b[n, k]
-d[m, n] = y[m, n], or residual[m, n] + residual_scale[n] * y[m, n]
+d[m, n] = y[m, n], or residual[m, n] + residual_scale[n] * y[m, n] with y rounded to the dtype of d
 
 a int8 [M, K] and b int8 [N, K], acc int32, scales float32, bias and d float32, float16 or bfloat16,
 residual and its scale of the dtype of d. `_blocks.dequantize` says how each ROUNDING rounds.

@@ -20,7 +20,7 @@ from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
-from ck_patch.ops.dequantized_linear import dequantized_linear, rotated
+from ck_patch.ops.dequantized_linear import dequantized_linear
 from ck_patch.ops.gemm import CODES, Int8Gemm
 from ck_patch.route import Backend, DevicePath, device_path
 
@@ -210,10 +210,11 @@ class Int8Linear:
     ) -> torch.Tensor | None:
         """Multiply without quantizing, in the half-precision dtype that the path names."""
         x = activated().reshape(m, weight.shape[1])
+        hadamard = None
         if group:
-            x = rotated(x, self._host._build_hadamard, group)
+            hadamard = self._host._build_hadamard(group, device=x.device, dtype=x.dtype)
         compute = _COMPUTE[self._path(weight.get_device()).path]
-        return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute)
+        return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
 
 
 def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: Any) -> bool:

@@ -166,7 +166,11 @@ class QuantizeRows:
         for rows in (slice(0, _CHECKED_ROWS), slice(max(0, x.shape[0] - _CHECKED_ROWS), None)):
             values, scales = self._stock(x[rows])
             same = (scale[rows] == scales) | (scale[rows].isnan() & scales.isnan())
-            if not bool((q[rows] == values).all() & same.all()):
+            same &= (q[rows] == values).all(dim=1, keepdim=True)
+            if self._backend == "triton":
+                # An infinite value spoils its row in stock's kernel, and is cut off in ours.
+                same |= scales.isinf()
+            if not bool(same.all()):
                 return "differs from stock"
         return None
 

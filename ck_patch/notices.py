@@ -6,32 +6,42 @@ import sys
 
 from ck_patch import log
 from ck_patch.device import DeviceProfile
-from ck_patch.route import Backend, DevicePath
+from ck_patch.route import CUDA_BACKEND, Backend, DevicePath
+
+_VERBS = {
+    "stock": "stay on stock's path",
+    "triton": "run in our Triton GEMM",
+    "float16": "run in FP16",
+    "bfloat16": "run in BF16",
+    "eager": "go to the eager backend",
+}
 
 
 def say(device: int, gpu: DeviceProfile, backend: Backend, path: DevicePath) -> None:
     """Log which path the INT8 linears of `backend` take on a device, why, and what is faster.
 
-    Nothing where the path is the best that the device has: the eager backend is never that where
-    comfy_kitchen's CUDA backend could run.
+    Nothing where that is the best path the device has and stock's as well, or where it only
+    replaces a path that was not slow: those come without advice, and as `stock` or `triton`.
     """
-    if not path.advice and path.path not in ("float16", "bfloat16", "eager"):
+    if not path.advice and path.path in ("stock", "triton"):
         return
     where = f"cuda:{device}" if device >= 0 else "cpu"
-    parts = [f"{where} ({gpu.name}, {gpu.architecture}): INT8 linears of the {backend} backend"]
-    parts.append(f"take the path {path.path}, because {path.reason}")
+    line = (
+        f"{where} ({gpu.name}, {gpu.architecture}): INT8 linears of the {backend} backend "
+        f"{_VERBS[path.path]}: {path.reason}"
+    )
     if path.advice:
-        parts.append(f"faster: {path.advice}")
-    cause = _cause(backend)
-    if cause:
-        parts.append(cause)
-    log.once(f"slow path {device} {backend}", "; ".join(parts))
+        line += f"; faster: {path.advice}"
+    obstacle = cuda_backend_obstacle() if path.advice == CUDA_BACKEND else None
+    if obstacle:
+        line += f" ({obstacle})"
+    log.once(f"slow path {device} {backend}", line)
 
 
-def _cause(backend: Backend) -> str:
-    """Why comfy_kitchen's CUDA backend is not in use, where the build of torch says so."""
+def cuda_backend_obstacle() -> str | None:
+    """Why ComfyUI does not use comfy_kitchen's CUDA backend, if the build of torch says so."""
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
     major = str(cuda or "").partition(".")[0]
-    if backend == "cuda" or not major.isdigit() or int(major) >= 13:
-        return ""
-    return f"torch was built for CUDA {cuda}: ComfyUI disables comfy_kitchen's CUDA backend there"
+    if not major.isdigit() or int(major) >= 13:
+        return None
+    return f"torch was built for CUDA {cuda}: ComfyUI disables the CUDA backend below CUDA 13"

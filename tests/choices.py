@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from itertools import product
+from typing import NamedTuple
 
 from ck_patch import shapes
 from ck_patch.device import KNOWN, DeviceProfile
-from ck_patch.route import OUT_BYTES, GemmCall, decide
+from ck_patch.route import BACKENDS, OUT_BYTES, Backend, GemmCall, decide, device_path
 from ck_patch.tiles import TileConfig
 
 INT8_VALUES = ("auto", "stock", "triton", "fp16")
@@ -19,18 +21,43 @@ GRID = [*shapes.unique(), *product(_M, _N, _K)]
 """The shapes of real models, and sizes to either side of every limit in the rules."""
 
 
+class Use(NamedTuple):
+    """What a configuration is chosen for; the backend decides how its epilogue rounds."""
+
+    out_dtype: str
+    backend: Backend
+    residual: bool
+
+
+USES = [
+    *(Use(out_dtype, backend, False) for out_dtype in OUT_BYTES for backend in BACKENDS),
+    # No other backend's GEMM has a residual.
+    *(Use(out_dtype, "cuda", True) for out_dtype in OUT_BYTES),
+]
+
+
+def calls(use: Use) -> Iterator[GemmCall]:
+    """The shapes of the grid as calls."""
+    for m, n, k in GRID:
+        yield GemmCall(m, n, k, use.out_dtype, residual=use.residual, backend=use.backend)
+
+
 @functools.cache
-def chosen(device: DeviceProfile) -> dict[TileConfig, frozenset[str]]:
-    """The configurations chosen on that device under any setting, with their output dtypes."""
-    found: dict[TileConfig, set[str]] = {}
-    for out_dtype, int8, (m, n, k) in product(OUT_BYTES, INT8_VALUES, GRID):
-        config = decide(GemmCall(m, n, k, out_dtype), device, int8).config
-        if config is not None:
-            found.setdefault(config, set()).add(out_dtype)
-    return {config: frozenset(out_dtypes) for config, out_dtypes in found.items()}
+def chosen(device: DeviceProfile) -> dict[TileConfig, frozenset[Use]]:
+    """The configurations chosen on that device under any setting, and what each is chosen for."""
+    found: dict[TileConfig, set[Use]] = {}
+    for use, int8 in product(USES, INT8_VALUES):
+        if device_path(device, int8, use.backend).path != "triton":
+            continue
+        for call in calls(use):
+            config = decide(call, device, int8).config
+            if config is not None:
+                found.setdefault(config, set()).add(use)
+    return {config: frozenset(uses) for config, uses in found.items()}
 
 
-def all_chosen() -> list[TileConfig]:
+@functools.cache
+def all_chosen() -> tuple[TileConfig, ...]:
     """Each configuration that is chosen on any known GPU, once."""
     configs = {config for device in KNOWN for config in chosen(device)}
-    return sorted(configs, key=lambda config: config.name)
+    return tuple(sorted(configs, key=lambda config: config.name))

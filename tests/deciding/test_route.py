@@ -13,8 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ck_patch import shapes, tiles
-from ck_patch.device import KNOWN, DeviceProfile
-from ck_patch.route import MAX_K, OUT_BYTES, GemmCall, decide, device_reason
+from ck_patch.device import KNOWN, DeviceProfile, profile
+from ck_patch.route import (
+    BACKENDS,
+    CUDA_BACKEND,
+    MAX_K,
+    OUT_BYTES,
+    Backend,
+    DevicePath,
+    GemmCall,
+    decide,
+    device_path,
+)
 from ck_patch.settings import INT8
 from tests import choices
 
@@ -23,9 +33,14 @@ H200, GB10 = BY_NAME["H200"], BY_NAME["GB10"]
 INTERPRETER = DeviceProfile("interpreter", "CPU")
 LIMITS = (49152, 65536, 101376, 166912, 232448)
 LARGE = GemmCall(4096, 4096, 4096, "bfloat16")
-TENSOR_CORES = {(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)}
+TENSOR_CORES = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)}
+"""Where Triton runs int8 on tensor cores that are fast."""
+FUTURE = DeviceProfile("cuda", "next", (13, 0), 200, 232448, True)
+AMD = DeviceProfile("other", "AMD Radeon RX 7900 XTX")
+CPU = DeviceProfile("other", "CPU")
 
 every_gpu = pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def test_the_choices_tried_here_are_those_of_the_setting() -> None:
@@ -35,8 +50,11 @@ def test_the_choices_tried_here_are_those_of_the_setting() -> None:
 @every_gpu
 @pytest.mark.parametrize("int8", INT8.choices)
 def test_every_real_shape_gets_a_route_with_a_reason(device: DeviceProfile, int8: str) -> None:
-    for (m, n, k), out_dtype in product(shapes.unique(), OUT_BYTES):
-        route = decide(GemmCall(m, n, k, out_dtype, out_dtype), device, int8)
+    for use, shape in product(choices.USES, shapes.unique()):
+        call = GemmCall(
+            *shape, use.out_dtype, use.out_dtype, residual=use.residual, backend=use.backend
+        )
+        route = decide(call, device, int8)
         assert route.reason
         assert (route.config is None) == (route.path == "stock")
         if route.config is not None:
@@ -44,12 +62,16 @@ def test_every_real_shape_gets_a_route_with_a_reason(device: DeviceProfile, int8
 
 
 @every_gpu
+@every_backend
 @pytest.mark.parametrize("int8", ["stock", "fp16"])
 def test_nothing_is_ours_where_the_setting_asks_for_another_path(
-    device: DeviceProfile, int8: str
+    device: DeviceProfile, int8: str, backend: Backend
 ) -> None:
-    assert not any(decide(GemmCall(*s, "bfloat16"), device, int8).config for s in choices.GRID)
-    assert int8 in (device_reason(device, int8) or "")
+    calls = [GemmCall(*shape, "bfloat16", backend=backend) for shape in choices.GRID]
+    assert not any(decide(call, device, int8).config for call in calls)
+    path = device_path(device, int8, backend)
+    half = "bfloat16" if device.capability == (10, 3) else "float16"
+    assert path == DevicePath("stock" if int8 == "stock" else half, f"CK_PATCH_INT8={int8}")
 
 
 @every_gpu
@@ -66,38 +88,153 @@ def test_auto_takes_every_real_shape_where_it_was_measured_and_none_elsewhere(
 
 
 @every_gpu
-def test_triton_forces_ours_wherever_there_are_int8_tensor_cores(device: DeviceProfile) -> None:
-    ours = [s for s in shapes.unique() if decide(GemmCall(*s, "bfloat16"), device, "triton").config]
-    assert ours == (shapes.unique() if device.capability in TENSOR_CORES else [])
+@pytest.mark.parametrize(
+    ("backend", "int8"),
+    [("cuda", "triton"), ("triton", "auto"), ("triton", "triton"), ("eager", "auto")],
+)
+def test_every_real_shape_is_ours_wherever_int8_tensor_cores_are_fast(
+    device: DeviceProfile, backend: Backend, int8: str
+) -> None:
+    calls = [GemmCall(*shape, "bfloat16", backend=backend) for shape in shapes.unique()]
+    expected = device.capability in TENSOR_CORES
+    assert all((decide(call, device, int8).config is not None) == expected for call in calls)
+
+
+NO_TRITON = "Triton has no int8 tensor-core kernels for "
+SLOW = "INT8 is slow on sm_103 whatever the kernel"
+FUSED = "fused, without the transposed copy of the weight and the int32 output"
+WIDE = "the same GEMM in 64 bits, and not tuned anew for each M"
+NOT_MEASURED = "not measured to be faster than stock's CUTLASS on "
+NO_KERNELS = "the CUDA backend has no kernels for "
+UNKNOWN = " is unknown to this version"
+# For each compute capability, path and reason of the CUDA, the Triton and the eager backend.
+PATHS: dict[tuple[int, int], tuple[tuple[str, str], tuple[str, str], tuple[str, str]]] = {
+    (5, 2): (
+        ("eager", NO_KERNELS + "sm_52"),
+        ("stock", NO_TRITON + "sm_52"),
+        ("stock", "sm_52 has neither dp4a nor fast FP16"),
+    ),
+    (6, 0): (
+        ("eager", NO_KERNELS + "sm_60"),
+        ("float16", "sm_60 has no dp4a, and runs FP16 at double rate"),
+        ("float16", "sm_60 has no dp4a, and runs FP16 at double rate"),
+    ),
+    (6, 1): (
+        ("eager", NO_KERNELS + "sm_61"),
+        ("stock", NO_TRITON + "sm_61"),
+        ("stock", "cuBLAS runs INT8 by dp4a on sm_61"),
+    ),
+    (6, 2): (
+        ("eager", NO_KERNELS + "sm_62"),
+        ("stock", NO_TRITON + "sm_62"),
+        ("stock", "cuBLAS runs INT8 by dp4a on sm_62"),
+    ),
+    (7, 0): (
+        ("eager", NO_KERNELS + "sm_70"),
+        ("float16", "sm_70 has no INT8 tensor cores"),
+        ("float16", "sm_70 has no INT8 tensor cores"),
+    ),
+    (7, 2): (
+        ("eager", NO_KERNELS + "sm_72"),
+        ("float16", "INT8 tensor cores of sm_72"),
+        ("float16", "INT8 tensor cores of sm_72"),
+    ),
+    (7, 5): (
+        ("stock", NO_TRITON + "sm_75"),
+        ("stock", NO_TRITON + "sm_75"),
+        ("stock", NO_TRITON + "sm_75, cuBLAS has INT8 ones"),
+    ),
+    (8, 0): (("stock", NOT_MEASURED + "sm_80"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 6): (("stock", NOT_MEASURED + "sm_86"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 7): (("stock", NOT_MEASURED + "sm_87"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 9): (("stock", NOT_MEASURED + "sm_89"), ("triton", WIDE), ("triton", FUSED)),
+    (9, 0): (("triton", "fused Triton GEMM on sm_90"), ("triton", WIDE), ("triton", FUSED)),
+    (10, 0): (("stock", NOT_MEASURED + "sm_100"), ("triton", WIDE), ("triton", FUSED)),
+    (10, 3): (("stock", SLOW), ("stock", SLOW), ("bfloat16", f"{SLOW}, and BF16 is fast there")),
+    (11, 0): (("stock", "sm_110" + UNKNOWN),) * 3,
+    (12, 0): (("stock", NOT_MEASURED + "sm_120"), ("triton", WIDE), ("triton", FUSED)),
+    (12, 1): (("triton", "fused Triton GEMM on sm_121"), ("triton", WIDE), ("triton", FUSED)),
+    (13, 0): (("stock", "sm_130" + UNKNOWN),) * 3,
+}
+
+
+def test_every_known_gpu_has_its_paths_written_down() -> None:
+    assert {device.capability for device in KNOWN} == PATHS.keys() - {(5, 2), (13, 0)}
+
+
+@pytest.mark.parametrize("capability", PATHS)
+def test_each_backend_takes_the_path_for_its_device_and_says_why(
+    capability: tuple[int, int],
+) -> None:
+    gpu = profile(0, capability)
+    for backend, (path, said) in zip(BACKENDS, PATHS[capability], strict=True):
+        found = device_path(gpu, "auto", backend)
+        assert (found.path, said in found.reason) == (path, True), (backend, found)
+        # Only the CUDA backend's path is one of choice between two that run.
+        forced = device_path(gpu, "triton", backend)
+        if backend == "cuda" and capability in TENSOR_CORES:
+            assert forced == DevicePath("triton", f"fused Triton GEMM on {gpu.architecture}")
+        else:
+            assert forced == found
+
+
+@every_gpu
+def test_a_path_that_is_slow_for_its_device_comes_with_advice(device: DeviceProfile) -> None:
+    cuda, triton, eager = (device_path(device, "auto", backend) for backend in BACKENDS)
+    # The CUDA backend's slow devices are handed on to the eager one, which has the advice.
+    assert bool(cuda.advice) == (device.capability == (10, 3))
+    assert bool(triton.advice) == (device.capability < (8, 0) or device.capability == (10, 3))
+    assert (eager.advice == CUDA_BACKEND) == (
+        device.capability == (7, 5) or device.capability in TENSOR_CORES
+    )
+    best = {(6, 1), (6, 2), (10, 3), (11, 0)}
+    assert bool(eager.advice) == (device.capability not in best)
+
+
+@pytest.mark.parametrize("name", ["GeForce GTX 1660 SUPER", "Quadro T1000", "TU117-unknown"])
+@every_backend
+def test_a_turing_gpu_is_left_to_stock_whatever_its_name(name: str, backend: Backend) -> None:
+    turing = DeviceProfile("cuda", name, (7, 5), 14, 65536)
+    for int8 in ("auto", "triton"):
+        assert device_path(turing, int8, backend).path == "stock"
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
-    [
-        (BY_NAME["Tesla P100"], "sm_60"),
-        (BY_NAME["GeForce GTX 1080 Ti"], "sm_61"),
-        (BY_NAME["Tesla V100"], "sm_70"),
-        (BY_NAME["GeForce GTX 1660 SUPER"], "sm_75"),
-        (BY_NAME["GeForce RTX 2080 Ti"], "sm_75"),
-        (DeviceProfile("cuda", "Quadro T1000", (7, 5), 14, 65536), "sm_75"),
-        (DeviceProfile("cuda", "TU117-unknown", (7, 5), 14, 65536), "sm_75"),
-        (BY_NAME["B300"], "sm_103"),
-        (DeviceProfile("cuda", "next", (13, 0), 200, 232448), "sm_130 is unknown"),
-        (DeviceProfile("cuda", "Thor", (11, 0), 20, 232448), "sm_110 is unknown"),
-        (DeviceProfile("other", "AMD Radeon RX 7900 XTX"), "AMD Radeon RX 7900 XTX"),
-        (DeviceProfile("other", "CPU"), "CPU"),
-    ],
-    ids=lambda value: value.name if isinstance(value, DeviceProfile) else "",
+    "device",
+    [BY_NAME["Tesla V100"], BY_NAME["GeForce RTX 2080 Ti"], BY_NAME["B300"], FUTURE, AMD, CPU],
+    ids=lambda device: device.name,
 )
+@every_backend
 @pytest.mark.parametrize("int8", ["auto", "triton"])
-def test_a_device_that_cannot_gain_stays_on_stock_and_is_told_why(
-    device: DeviceProfile, said: str, int8: str
+def test_a_gemm_that_the_device_has_no_use_for_is_refused_for_the_device(
+    device: DeviceProfile, int8: str, backend: Backend
 ) -> None:
-    reason = device_reason(device, int8)
-    assert said in (reason or "")
+    reason = device_path(device, int8, backend).reason
     for shape in shapes.unique():
-        assert decide(GemmCall(*shape, "float16"), device, int8).reason == reason
-        assert decide(GemmCall(*shape, "float16"), device, int8).config is None
+        route = decide(GemmCall(*shape, "float16", backend=backend), device, int8)
+        assert (route.config, route.reason) == (None, reason)
+
+
+@pytest.mark.parametrize("device", [AMD, CPU], ids=lambda device: device.name)
+@every_backend
+@pytest.mark.parametrize("int8", INT8.choices)
+def test_what_is_no_nvidia_gpu_stays_on_stock_under_any_setting(
+    device: DeviceProfile, int8: str, backend: Backend
+) -> None:
+    path = device_path(device, int8, backend)
+    assert (path.path, path.advice) == ("stock", "")
+    assert (device.name if int8 != "stock" else "CK_PATCH_INT8=stock") in path.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "path"),
+    [((3, 7), "stock"), ((5, 2), "stock"), ((5, 3), "float16"), ((13, 0), "float16")],
+)
+@every_backend
+def test_fp16_is_had_on_request_wherever_it_exists(
+    capability: tuple[int, int], path: str, backend: Backend
+) -> None:
+    assert device_path(profile(0, capability), "fp16", backend).path == path
 
 
 @pytest.mark.parametrize("device", [H200, GB10, INTERPRETER], ids=lambda device: device.name)
@@ -122,10 +259,12 @@ def test_a_device_that_cannot_gain_stays_on_stock_and_is_told_why(
     ids=str,
 )
 @pytest.mark.parametrize("int8", ["auto", "triton"])
+@every_backend
 def test_a_call_that_ours_cannot_take_stays_on_stock_and_is_told_why(
-    device: DeviceProfile, change: dict[str, object], said: str, int8: str
+    device: DeviceProfile, change: dict[str, object], said: str, int8: str, backend: Backend
 ) -> None:
-    route = decide(dataclasses.replace(LARGE, **change), device, int8)  # type: ignore[arg-type]
+    call = dataclasses.replace(LARGE, backend=backend, **change)  # type: ignore[arg-type]
+    route = decide(call, device, int8)
     assert route.config is None
     assert said in route.reason
 
@@ -162,8 +301,9 @@ def test_what_needs_more_shared_memory_than_there_is_is_never_chosen(
     device: DeviceProfile, limit: int
 ) -> None:
     small = dataclasses.replace(device, shared_memory=limit)
-    for config, out_dtypes in choices.chosen(small).items():
-        assert all(config.shared_memory(OUT_BYTES[out_dtype]) <= limit for out_dtype in out_dtypes)
+    for config, uses in choices.chosen(small).items():
+        for use in uses:
+            assert config.shared_memory(OUT_BYTES[use.out_dtype], use.residual) <= limit
 
 
 def test_a_configuration_that_does_not_fit_is_named_in_the_reason() -> None:
@@ -185,6 +325,8 @@ calls = st.builds(
     out_dtype=st.sampled_from([*OUT_BYTES]),
     bias_dtype=st.sampled_from([None, *OUT_BYTES]),
     accepts_bias=st.booleans(),
+    residual=st.booleans(),
+    backend=st.sampled_from(BACKENDS),
 )
 capabilities = st.one_of(
     st.sampled_from([device.capability for device in KNOWN]),
@@ -199,6 +341,7 @@ devices = st.one_of(
         capabilities,
         st.integers(1, 300),
         st.one_of(st.sampled_from(LIMITS), st.integers(0, 300_000)),
+        st.booleans(),
     ),
 )
 
@@ -218,7 +361,10 @@ def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
     assert (dataclasses.astuple(call), dataclasses.astuple(device)) == before
     assert route.reason.strip()
     assert "\n" not in route.reason
-    if device_reason(device, int8) is not None:
+    path = device_path(device, int8, call.backend)
+    assert path.reason.strip()
+    assert "\n" not in path.reason + path.advice
+    if path.path != "triton":
         assert route.config is None
     if route.config is None:
         return
@@ -229,7 +375,9 @@ def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
     assert call.accepts_bias
     if device.kind == "cuda":
         out_bytes = OUT_BYTES[call.out_dtype]
-        assert tiles.fits(route.config, device.shared_memory, device.descriptors, out_bytes)
+        assert tiles.fits(
+            route.config, device.shared_memory, device.descriptors, out_bytes, call.residual
+        )
 
 
 @repeatable

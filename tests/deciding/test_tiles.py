@@ -35,13 +35,21 @@ def test_shared_memory_holds_the_pipeline_or_the_output_tile() -> None:
     assert PERSISTENT.shared_memory(2) == 4 * (256 + 128) * 128 + 256 * 128 + 2048
 
 
+def test_a_residual_costs_shared_memory_where_the_pipeline_is_not_free_for_it() -> None:
+    assert POINTER.shared_memory(2, True) == POINTER.shared_memory(2)
+    assert TMA.shared_memory(2, True) == TMA.shared_memory(2)
+    assert PERSISTENT.shared_memory(2, True) == PERSISTENT.shared_memory(2) + 256 * 128 // 2
+
+
 @pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("out_bytes", [2, 4])
+@pytest.mark.parametrize("residual", [False, True])
 def test_a_configuration_fits_exactly_where_its_shared_memory_does(
-    config: TileConfig, limit: int, out_bytes: int
+    config: TileConfig, limit: int, out_bytes: int, residual: bool
 ) -> None:
-    assert tiles.fits(config, limit, True, out_bytes) == (config.shared_memory(out_bytes) <= limit)
+    needed = config.shared_memory(out_bytes, residual)
+    assert tiles.fits(config, limit, True, out_bytes, residual) == (needed <= limit)
 
 
 @pytest.mark.parametrize("config", [TMA, PERSISTENT], ids=lambda config: config.name)
@@ -55,10 +63,10 @@ def test_the_copy_engine_is_used_from_sm_90_on_only(config: TileConfig) -> None:
 def test_every_output_dtype_gets_a_configuration_that_fits_on_every_known_gpu(
     device: DeviceProfile,
 ) -> None:
-    for config, out_dtypes in choices.chosen(device).items():
-        for out_dtype in out_dtypes:
+    for config, uses in choices.chosen(device).items():
+        for out_dtype, _, residual in uses:
             out_bytes = 4 if out_dtype == "float32" else 2
-            assert tiles.fits(config, device.shared_memory, device.descriptors, out_bytes)
+            assert tiles.fits(config, device.shared_memory, device.descriptors, out_bytes, residual)
 
 
 @pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
@@ -77,7 +85,7 @@ def test_a_configuration_is_one_that_triton_can_compile(config: TileConfig) -> N
 
 
 def test_more_work_never_costs_less() -> None:
-    for cost in tiles.HOPPER_SMALL:
+    for cost in (*tiles.HOPPER_SMALL, *tiles.MMA_SYNC_COSTS):
         times = [cost.estimate(m, 4096, 4096, 132) for m in range(1, 4097, 64)]
         assert times == sorted(times)
         assert cost.estimate(64, 4096, 8192, 132) > cost.estimate(64, 4096, 4096, 132)
@@ -92,6 +100,21 @@ def test_small_gemms_on_sm_90_get_a_tile_whose_steps_fill_k_or_none() -> None:
                 assert config is None or k % config.block_k == 0
 
 
-@pytest.mark.parametrize(("m", "rows"), [(1, 16), (16, 16), (17, 128), (4096, 128)])
-def test_the_mma_sync_class_has_a_tile_for_few_rows_and_one_for_many(m: int, rows: int) -> None:
-    assert tiles.mma_sync(m).block_m == rows
+@pytest.mark.parametrize(("m", "rows"), [(1, 16), (16, 16), (128, 64), (1024, 128), (8192, 128)])
+def test_the_mma_sync_class_takes_larger_tiles_for_more_rows(m: int, rows: int) -> None:
+    assert tiles.mma_sync(m, 4096, 4096, 82, False).block_m == rows
+
+
+def test_the_mma_sync_class_takes_no_tile_that_would_spill_registers() -> None:
+    for m in (1, 16, 100, 512, 1023, 1024, 8192, 100_000):
+        config = tiles.mma_sync(m, 4096, 4096, 82, True)
+        assert config.block_m * config.block_n < 128 * 128 or config.num_warps == 8
+        assert (config == tiles.MMA_SYNC) == (m >= 1024)
+
+
+def test_the_mma_sync_class_has_one_tile_that_takes_any_k() -> None:
+    for m in (1, 128, 8192):
+        for prefetches in (False, True):
+            assert tiles.mma_sync(m, 4096, 2064, 82, prefetches) == tiles.MMA_SYNC
+            config = tiles.mma_sync(m, 4096, 384, 82, prefetches)
+            assert 384 % config.block_k == 0

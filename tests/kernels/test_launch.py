@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from ck_patch import tiles
-from ck_patch.kernels.launch import Operands
+from ck_patch.kernels.launch import Operands, Rounding
 from ck_patch.kernels.registry import GEMMS
 from ck_patch.tiles import TileConfig
 
 SMS = 132
+OPERANDS = ["a", "b", "x_scale", "w_scale", "bias", "d", "residual", "residual_scale"]
 
 
 class Compiled:
@@ -28,24 +29,31 @@ class Compiled:
         return runner
 
 
-def operands(m: int, n: int, k: int, *, biased: bool) -> Operands:
+def operands(m: int, n: int, k: int, *, biased: bool, residual: bool) -> Operands:
     bias = torch.zeros(n) if biased else None
     a, b = torch.zeros(m, k, dtype=torch.int8), torch.zeros(n, k, dtype=torch.int8)
-    return Operands(a, b, torch.zeros(m, 1), torch.zeros(n), bias, torch.zeros(m, n))
+    extra = (torch.zeros(m, n), torch.zeros(n)) if residual else ()
+    return Operands(a, b, torch.zeros(m, 1), torch.zeros(n), bias, torch.zeros(m, n), *extra)
 
 
+@pytest.mark.parametrize("rounding", ["cutlass", "triton", "eager"])
+@pytest.mark.parametrize("residual", [False, True], ids=["no residual", "residual"])
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(
     "config",
     [tiles.MMA_SYNC, tiles.HOPPER, tiles.HOPPER_PERSISTENT],
     ids=lambda config: config.family,
 )
-def test_a_bound_launch_gives_every_parameter_its_value(config: TileConfig, biased: bool) -> None:
-    call = operands(640, 272, 96, biased=biased)
-    gemm = GEMMS[config.family]()(config, SMS)
+def test_a_bound_launch_gives_every_parameter_its_value(
+    config: TileConfig, biased: bool, residual: bool, rounding: Rounding
+) -> None:
+    call = operands(640, 272, 96, biased=biased, residual=residual)
+    gemm = GEMMS[config.family]()(config, SMS, rounding)
     compiled = gemm._compiled = Compiled()
     launch = gemm.bind(call)
-    tensors = (call.a, call.b, call.x_scale, call.w_scale, torch.empty(0), call.d)
+    tensors = [call.a, call.b, call.x_scale, call.w_scale, torch.empty(0), call.d]
+    if call.residual is not None and call.residual_scale is not None:
+        tensors += [call.residual, call.residual_scale]
     pointers = [tensor.data_ptr() for tensor in tensors]
     launch(tensors, pointers, 7)
 
@@ -55,12 +63,15 @@ def test_a_bound_launch_gives_every_parameter_its_value(config: TileConfig, bias
     assert stream == 7
     tile_count = config.tiles(640, 272)
     assert grid == (min(SMS, tile_count) if config.family == "persistent" else tile_count, 1, 1)
-    sizes = {"M": 640, "N8": 272 // 8, "K16": 96 // 16, "HAS_BIAS": biased}
+    sizes: dict[str, object] = {"M": 640, "N8": 272 // 8, "K16": 96 // 16}
+    sizes |= {"ROUNDING": rounding, "HAS_BIAS": biased, "HAS_RESIDUAL": residual}
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"), config.blocks, strict=True))
     assert {name: given[name] for name in (*sizes, *blocks)} == sizes | blocks
     assert given.get("EVEN_K", False) is False  # 96 fills no last step of 64.
     assert given.get("PROGRAMS", SMS) == SMS
-    for name, tensor in zip(("a", "b", "x_scale", "w_scale", "bias", "d"), tensors, strict=True):
+    if not residual:
+        assert (given["residual_ptr"], given["residual_scale_ptr"]) == (0, 0)
+    for name, tensor in zip(OPERANDS, tensors, strict=False):
         if f"{name}_ptr" in given:
             assert given[f"{name}_ptr"] == tensor.data_ptr()
         else:
@@ -70,7 +81,7 @@ def test_a_bound_launch_gives_every_parameter_its_value(config: TileConfig, bias
             assert descriptor.strides == [tensor.shape[1], 1]
 
 
-def test_the_kernel_takes_six_operands_first_in_the_order_of_the_addresses() -> None:
+def test_the_kernel_takes_its_operands_first_in_the_order_of_the_addresses() -> None:
     for family in GEMMS.values():
-        heads = [name.rsplit("_", 1)[0] for name in family().kernel.arg_names[:6]]
-        assert heads == ["a", "b", "x_scale", "w_scale", "bias", "d"]
+        heads = [name.rsplit("_", 1)[0] for name in family().kernel.arg_names[: len(OPERANDS)]]
+        assert heads == OPERANDS

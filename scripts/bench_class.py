@@ -52,6 +52,13 @@ SHAPES: tuple[Shape, ...] = (
     (14430, 21504, 5376),
 )
 LARGE = 1024
+CHOSEN = (tiles.MMA_SYNC, *(cost.config for cost in tiles.MMA_SYNC_COSTS))
+
+
+def policy(m: int, n: int, k: int) -> TileConfig:
+    """What the policy chooses for a GPU of the class that has as many SMs as this one."""
+    sm_count = torch.cuda.get_device_properties().multi_processor_count
+    return tiles.mma_sync(m, n, k, sm_count, prefetches=False)
 
 
 def _pointer(*numbers: int) -> TileConfig:
@@ -75,7 +82,7 @@ CONFIGS = (
     _pointer(64, 64, 128, 4, 4, 8),
     _pointer(32, 64, 128, 4, 4, 8),
     _pointer(32, 64, 256, 4, 3, 8),
-    tiles.MMA_SYNC_SKINNY,
+    _pointer(16, 64, 128, 4, 4, 8),
     _pointer(16, 64, 256, 4, 4, 8),
     _pointer(16, 32, 256, 4, 4, 8),
     _pointer(16, 32, 512, 4, 3, 8),
@@ -169,7 +176,7 @@ def compile_all(theirs: TritonStock) -> None:
         call, d = _unfilled(16 if m % 16 == 0 else 18, 64, 64, BF16, bias)
         for number, config in enumerate(theirs.configs):
             jobs[number, m % 16 == 0] = partial(theirs.run, theirs.compiled, config, call, d)
-    for config in (tiles.MMA_SYNC, tiles.MMA_SYNC_SKINNY):
+    for config in CHOSEN:
         for out_dtype, biased, even in VARIANTS:
             bias_dtype = stock_bias_dtype(out_dtype) if biased else None
             job = partial(_compile, config, even, out_dtype, bias_dtype)
@@ -199,7 +206,7 @@ def is_equal(call: Call, gemm: PointerGemm) -> bool:
 def model_shapes() -> Iterator[dict[str, Any]]:
     """Equality on every shape of every model, with the configuration of the policy."""
     for m, n, k in shapes.unique():
-        config = tiles.mma_sync(m)
+        config = policy(m, n, k)
         call = random_call(m, n, k, BF16, stock_bias_dtype(BF16))
         equal = is_equal(call, ClassGemm(config, 1))
         yield {"op": "class_sm80", "m": m, "n": n, "k": k, "config": config.name, "equal": equal}
@@ -211,7 +218,7 @@ def random_shapes(count: int = 20) -> Iterator[dict[str, Any]]:
         for number in range(count):
             m = random.randint(1, 16) if number % 2 else random.randint(17, 3000)
             n = 8 * random.randint(1, 500)
-            config = tiles.mma_sync(m)
+            config = random.choice(CHOSEN)
             step = config.block_k
             k = step * random.randint(1, 60) - (
                 0 if even else 16 * random.randint(1, step // 16 - 1)
@@ -262,7 +269,7 @@ def timings(shape: Shape, theirs: TritonStock) -> Iterator[dict[str, Any]]:
             "k": k,
             "timing": "graph",
             "config": gemm.config.name,
-            "policy": gemm.config == tiles.mma_sync(m),
+            "policy": gemm.config == policy(m, n, k),
             "tight": tight,
             "registers": gemm._compiled.n_regs,
             "spills": gemm._compiled.n_spills,

@@ -22,6 +22,10 @@ def newer_than_the_kernel() -> None:
         pytest.skip("PTX for sm_80 runs on nothing older")
 
 
+def sm_count() -> int:
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
 def assert_equal_to_stock(
     shape: shapes.Shape, out_dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> tiles.TileConfig:
@@ -33,7 +37,7 @@ def assert_equal_to_stock(
     ours = torch.full_like(theirs, torch.nan)
     bias = None if bias_dtype is None else call.bias
     operands = Operands(a=call.a, b=call.b, x_scale=call.xs, w_scale=call.ws, bias=bias, d=ours)
-    config = tiles.mma_sync(m)
+    config = tiles.mma_sync(m, n, k, sm_count(), prefetches=False)
     gemm = ClassGemm(config, 1)
     gemm.run(operands)
     assert torch.equal(ours, theirs), shape

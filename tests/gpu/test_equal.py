@@ -112,7 +112,7 @@ CONFIGS = (
     tiles.HOPPER_DEEP,
     tiles.HOPPER_PERSISTENT,
     tiles.MMA_SYNC,
-    tiles.MMA_SYNC_SKINNY,
+    *(cost.config for cost in tiles.MMA_SYNC_COSTS),
 )
 
 

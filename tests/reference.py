@@ -6,6 +6,7 @@ d[m, n] = round(acc[m, n] * x_scale[m] * w_scale[n] + bias[n]), acc summed in 64
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ class Rounding:
 
 GPU = Rounding(fused=True, truncates_bfloat16=False)
 
+Order = Literal["cutlass", "triton", "eager"]
+"""The stock kernel whose order of operations counts."""
+
 
 def gemm(
     a: torch.Tensor,
@@ -33,21 +37,41 @@ def gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     rounding: Rounding = GPU,
+    order: Order = "cutlass",
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`a` int8 [M, K] by `b` int8 [N, K] as stock computes it: every float32 operation rounds to
-    nearest even, once; the output dtype likewise."""
-    acc = a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T
+    nearest even, once; the output dtype likewise.
+
+    CUTLASS scales by rows first and fuses the scale of the columns with the bias; with a residual
+    [M, N] it adds a bias in any case, and rounds to the output dtype before the residual too.
+    Triton fuses the product of the scales with the bias. Eager stores every result.
+    """
+    acc = (a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T).astype(np.float32)
     xs = x_scale.numpy().reshape(-1, 1)
     ws = w_scale.numpy().reshape(1, -1)
     with np.errstate(all="ignore"):
-        scaled = acc.astype(np.float32) * xs
-        if bias is None:
-            out = scaled * ws
-        elif rounding.fused:
-            out = fma(scaled, ws, _float32(bias))
+        factors = (acc * xs, ws) if order == "cutlass" else (acc, xs * ws)
+        addend = None if bias is None else _float32(bias).reshape(1, -1)
+        if order == "eager":
+            out = _float32(_cast(factors[0] * factors[1], out_dtype, rounding))
+            if bias is not None:
+                out = out + _float32(_cast(_float32(bias), out_dtype, rounding)).reshape(1, -1)
+        elif addend is None and residual is None:
+            out = factors[0] * factors[1]
         else:
-            out = scaled * ws + _float32(bias)
+            zero = np.zeros((1, 1), np.float32)
+            out = _sum(*factors, zero if addend is None else addend, rounding)
+        if residual is not None and residual_scale is not None:
+            out = _float32(_cast(out, out_dtype, rounding))
+            scale = np.broadcast_to(_float32(residual_scale).reshape(1, -1), out.shape)
+            out = _sum(out, scale, _float32(residual), rounding)
         return _cast(out, out_dtype, rounding)
+
+
+def _sum(x: Floats, y: Floats, z: Floats, rounding: Rounding) -> Floats:
+    return fma(x, y, z) if rounding.fused else x * y + z
 
 
 def fma(x: Floats, y: Floats, z: Floats) -> Floats:
@@ -75,7 +99,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _float32(tensor: torch.Tensor) -> Floats:
     values: Floats = tensor.to(torch.float32).numpy()  # exact: float32 holds the 16-bit types
-    return values.reshape(1, -1)
+    return values
 
 
 def _cast(values: Floats, dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:

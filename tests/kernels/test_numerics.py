@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ck_patch import tiles
-from ck_patch.kernels.launch import Operands
+from ck_patch.kernels.launch import Operands, Rounding
 from ck_patch.tiles import TileConfig
 from tests import choices, reference
 
@@ -45,9 +45,15 @@ def random_operands(
     k: int,
     out_dtype: torch.dtype = torch.float32,
     bias_dtype: torch.dtype | None = None,
+    *,
+    residual: bool = False,
 ) -> Operands:
     """Operands with scales of both signs, of the size that real layers have; d is poisoned."""
     generator = torch.Generator().manual_seed(m * 1_000_003 + n * 1_009 + k)
+
+    def addend(*shape: int) -> torch.Tensor | None:
+        return torch.randn(*shape, generator=generator).to(out_dtype) if residual else None
+
     return Operands(
         torch.randint(-128, 128, (m, k), dtype=torch.int8, generator=generator),
         torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator),
@@ -55,28 +61,31 @@ def random_operands(
         torch.randn(n, generator=generator) * 0.01,
         None if bias_dtype is None else torch.randn(n, generator=generator).to(bias_dtype),
         torch.full((m, n), torch.nan, dtype=out_dtype),
+        addend(m, n),
+        addend(n),
     )
 
 
-def run(config: TileConfig, call: Operands) -> None:
+def run(config: TileConfig, call: Operands, rounding: Rounding = "cutlass") -> None:
     """One launch; numpy's remarks on infinities are no concern of a kernel's."""
     from ck_patch.kernels.registry import GEMMS
 
     with np.errstate(all="ignore"):
-        GEMMS[config.family]()(config, SM_COUNT).run(call)
+        GEMMS[config.family]()(config, SM_COUNT, rounding).run(call)
 
 
-def expected(call: Operands) -> torch.Tensor:
+def expected(call: Operands, rounding: Rounding = "cutlass") -> torch.Tensor:
     from tests.interpreter_facts import interpreter_rounding
 
     tensors = (call.a, call.b, call.x_scale, call.w_scale, call.bias)
-    return reference.gemm(*tensors, call.d.dtype, interpreter_rounding())
+    addends = (call.residual, call.residual_scale)
+    return reference.gemm(*tensors, call.d.dtype, interpreter_rounding(), rounding, *addends)
 
 
-def assert_exact(config: TileConfig, call: Operands) -> None:
+def assert_exact(config: TileConfig, call: Operands, rounding: Rounding = "cutlass") -> None:
     """Run the kernel and compare every bit of d with the reference."""
-    run(config, call)
-    different = (reference.bits(call.d) != reference.bits(expected(call))).nonzero()
+    run(config, call, rounding)
+    different = (reference.bits(call.d) != reference.bits(expected(call, rounding))).nonzero()
     assert not len(different), f"{config.name}: d differs at {different[:5].tolist()} and others"
 
 
@@ -108,6 +117,44 @@ def test_every_pair_of_output_and_bias_dtype_is_exact(
     config: TileConfig, bias_dtype: torch.dtype | None, out_dtype: torch.dtype
 ) -> None:
     assert_exact(config, random_operands(33, 72, 80, out_dtype, bias_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", FLOAT_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("bias_dtype", BIAS_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("rounding", ["triton", "eager"])
+@pytest.mark.parametrize("config", SMALL, ids=by_name)
+def test_the_order_of_every_backend_is_exact(
+    config: TileConfig,
+    rounding: Rounding,
+    bias_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
+) -> None:
+    assert_exact(config, random_operands(33, 72, 80, out_dtype, bias_dtype), rounding)
+
+
+def test_the_orders_differ() -> None:
+    """Or the tests above would prove little."""
+    call = random_operands(33, 72, 80, torch.float16, torch.float16)
+    tensors = (call.a, call.b, call.x_scale, call.w_scale, call.bias, torch.float16)
+    orders: tuple[Rounding, ...] = ("cutlass", "triton", "eager")
+    results = [reference.gemm(*tensors, order=order) for order in orders]
+    wide = [reference.gemm(*tensors[:-1], torch.float32, order=order) for order in orders]
+    assert not torch.equal(results[1], results[2])
+    assert not torch.equal(wide[0], wide[1])
+
+
+@pytest.mark.parametrize("out_dtype", FLOAT_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("bias_dtype", BIAS_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (33, 72)], ids=str)
+@pytest.mark.parametrize("config", SMALL, ids=by_name)
+def test_a_residual_is_exact_and_stays_as_it_is(
+    config: TileConfig, m: int, n: int, bias_dtype: torch.dtype | None, out_dtype: torch.dtype
+) -> None:
+    call = random_operands(m, n, 80, out_dtype, bias_dtype, residual=True)
+    assert call.residual is not None
+    before = call.residual.clone()
+    assert_exact(config, call)
+    assert torch.equal(call.residual, before)
 
 
 def _fill(a: int, b: int) -> Callable[[Operands], None]:

@@ -166,7 +166,7 @@ def _directory(text: str) -> str | None:
 def _devices(text: str) -> tuple[tuple[int | None, tuple[int, int]], ...]:
     found = []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(?:(\d+)\s*=\s*)?sm_(\d{1,2})(\d)", item)
+        match = re.fullmatch(r"(?:([0-9]+)\s*=\s*)?sm_([0-9]{1,2})([0-9])", item.lower())
         if match is None:
             raise ValueError("is not of the form sm_70 or 0=sm_90,1=sm_70")
         index, major, minor = match.groups()

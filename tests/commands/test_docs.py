@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ck_patch import cli, settings
+from ck_patch import cli, device, route, settings, stock_paths
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -22,6 +22,47 @@ def test_the_page_of_settings_is_the_table_of_settings() -> None:
     script = runpy.run_path(str(REPOSITORY / "scripts" / "document_settings.py"))
     assert page == script["text"](), "run python scripts/document_settings.py"
     assert all(f"`{variable.name}`" in page for variable in settings.VARIABLES)
+
+
+def test_the_page_of_the_policy_is_what_the_policy_says() -> None:
+    page = (REPOSITORY / "docs" / "policy.md").read_text(encoding="utf-8")
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "document_policy.py"))
+    assert page == script["text"](), "run python scripts/document_policy.py"
+
+
+@pytest.mark.parametrize(("backend", "operation"), stock_paths.OPERATIONS)
+def test_the_page_of_the_policy_has_a_row_for_every_class_of_gpu_and_operation(
+    backend: route.Backend, operation: stock_paths.Operation
+) -> None:
+    page = (REPOSITORY / "docs" / "policy.md").read_text(encoding="utf-8")
+    (section,) = (
+        part
+        for part in page.split("\n## ")
+        if re.match(f"{backend} backend: `[^`]*{operation}`", part, re.IGNORECASE)
+    )
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| sm_")]
+    architectures = [row[1].strip() for row in rows]
+    assert architectures == list(dict.fromkeys(gpu.architecture for gpu in device.KNOWN))
+    assert (architectures[0], architectures[-1]) == ("sm_60", "sm_121")
+    assert all(len(row) == 7 and all(cell.strip() for cell in row[1:-1]) for row in rows)
+    if operation == "int8_linear":
+        gpus = {gpu.architecture: gpu for gpu in device.KNOWN}
+        for row, gpu in zip(rows, gpus.values(), strict=True):
+            path = route.device_path(gpu, "auto", backend)
+            assert row[3].strip() == f"`{path.path}`"
+            assert path.reason in row[4]
+            assert path.advice in row[4]
+
+
+def test_stock_has_a_path_on_a_gpu_that_nobody_knows() -> None:
+    for backend, operation in stock_paths.OPERATIONS:
+        assert stock_paths.stock_path(backend, operation, (3, 5))
+        assert stock_paths.stock_path(backend, operation, (99, 9))
+    assert "sm_80" in stock_paths.stock_path("cuda", "cutlass_int8_dequant", (8, 6))
+    assert "sm_89" in stock_paths.stock_path("cuda", "cutlass_int8_dequant", (8, 9))
+    assert "sm_89" in stock_paths.stock_path("cuda", "cutlass_int8_dequant", (13, 0))
+    with pytest.raises(KeyError):
+        stock_paths.stock_path("eager", "cutlass_int8_dequant", (8, 0))
 
 
 def test_every_script_the_readme_names_exists() -> None:

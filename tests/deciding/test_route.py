@@ -148,12 +148,20 @@ PATHS: dict[tuple[int, int], tuple[tuple[str, str], tuple[str, str], tuple[str, 
     (8, 6): (("stock", NOT_MEASURED + "sm_86"), ("triton", WIDE), ("triton", FUSED)),
     (8, 7): (("stock", NOT_MEASURED + "sm_87"), ("triton", WIDE), ("triton", FUSED)),
     (8, 9): (("stock", NOT_MEASURED + "sm_89"), ("triton", WIDE), ("triton", FUSED)),
-    (9, 0): (("triton", "fused Triton GEMM on sm_90"), ("triton", WIDE), ("triton", FUSED)),
+    (9, 0): (
+        ("triton", "measured faster than stock's CUTLASS on sm_90"),
+        ("triton", WIDE),
+        ("triton", FUSED),
+    ),
     (10, 0): (("stock", NOT_MEASURED + "sm_100"), ("triton", WIDE), ("triton", FUSED)),
     (10, 3): (("stock", SLOW), ("stock", SLOW), ("bfloat16", f"{SLOW}, and BF16 is fast there")),
     (11, 0): (("stock", "sm_110" + UNKNOWN),) * 3,
     (12, 0): (("stock", NOT_MEASURED + "sm_120"), ("triton", WIDE), ("triton", FUSED)),
-    (12, 1): (("triton", "fused Triton GEMM on sm_121"), ("triton", WIDE), ("triton", FUSED)),
+    (12, 1): (
+        ("triton", "reported 2.3 times as fast as stock's CUTLASS on sm_121"),
+        ("triton", WIDE),
+        ("triton", FUSED),
+    ),
     (13, 0): (("stock", "sm_130" + UNKNOWN),) * 3,
 }
 
@@ -172,8 +180,8 @@ def test_each_backend_takes_the_path_for_its_device_and_says_why(
         assert (found.path, said in found.reason) == (path, True), (backend, found)
         # Only the CUDA backend's path is one of choice between two that run.
         forced = device_path(gpu, "triton", backend)
-        if backend == "cuda" and capability in TENSOR_CORES:
-            assert forced == DevicePath("triton", f"fused Triton GEMM on {gpu.architecture}")
+        if backend == "cuda" and capability in TENSOR_CORES and path == "stock":
+            assert forced == DevicePath("triton", "CK_PATCH_INT8=triton")
         else:
             assert forced == found
 

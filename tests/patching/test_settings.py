@@ -40,6 +40,11 @@ def test_every_variable_is_named_once_and_says_what_it_is_for() -> None:
         ("CK_PATCH_SLOTS", " a, b ,,", "slots", ("a", "b")),
         ("CK_PATCH_LOG", "PATH", "log", "path"),
         ("CK_PATCH_CACHE_DIR", "/tmp/Ünï cödé", "cache_dir", "/tmp/Ünï cödé"),
+        ("CK_PATCH_ASSUME_DEVICE", " sm_70 ", "assume", ((None, (7, 0)),)),
+        ("CK_PATCH_ASSUME_DEVICE", "sm_121", "assume", ((None, (12, 1)),)),
+        ("CK_PATCH_ASSUME_DEVICE", "SM_86", "assume", ((None, (8, 6)),)),
+        ("CK_PATCH_ASSUME_DEVICE", "0=sm_90, 1 = sm_70,", "assume", ((0, (9, 0)), (1, (7, 0)))),
+        ("CK_PATCH_ASSUME_DEVICE", "1=sm_70,sm_86", "assume", ((1, (7, 0)), (None, (8, 6)))),
     ],
 )
 def test_a_good_value_is_taken(name: str, text: str, field: str, value: object) -> None:
@@ -64,6 +69,19 @@ def test_a_good_value_is_taken(name: str, text: str, field: str, value: object) 
             "cache",
             "CK_PATCH_CACHE_DIR='cache' is not an absolute path; it means nothing set",
         ),
+        *(
+            (
+                "CK_PATCH_ASSUME_DEVICE",
+                text,
+                f"CK_PATCH_ASSUME_DEVICE={text!r} is not of the form sm_70 or 0=sm_90,1=sm_70; it "
+                "means nothing set",
+            )
+            for text in (
+                *("70", "7.0", "sm_7", "sm_1000", "sm_90a", "sm_", "V100", "sm_70 sm_80"),
+                *("0=", "=sm_70", "-1=sm_70", "cuda:0=sm_70", "0=sm_90,1=70", "0:sm_90"),
+                *("sm_٧٠", "٠=sm_70"),
+            )
+        ),
     ],
 )
 def test_a_bad_value_means_the_default_and_says_so(name: str, text: str, problem: str) -> None:
@@ -86,6 +104,16 @@ def test_the_bootstrap_understands_the_same_words(
 def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CK_PATCH_INT8", "fp16")
     assert load().int8 == "fp16"
+
+
+def test_a_device_is_assumed_by_its_index_or_else_by_what_goes_for_all() -> None:
+    assert Settings().assumed(0) is None
+    every = load({"CK_PATCH_ASSUME_DEVICE": "sm_70"})
+    assert [every.assumed(device) for device in (-1, 0, 7)] == [(7, 0)] * 3
+    some = load({"CK_PATCH_ASSUME_DEVICE": "0=sm_90,1=sm_70"})
+    assert [some.assumed(device) for device in (-1, 0, 1, 2)] == [None, (9, 0), (7, 0), None]
+    mixed = load({"CK_PATCH_ASSUME_DEVICE": "1=sm_70,sm_86"})
+    assert [mixed.assumed(device) for device in (-1, 0, 1)] == [(8, 6), (8, 6), (7, 0)]
 
 
 def test_a_slot_is_wanted_unless_switched_off_or_left_out() -> None:

@@ -21,6 +21,7 @@ from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
 from ck_patch.ops.dequantized_linear import dequantized_linear
+from ck_patch.ops.failures import Failures
 from ck_patch.ops.gemm import CODES, Int8Gemm
 from ck_patch.route import Backend, DevicePath, device_path
 
@@ -47,6 +48,7 @@ class Int8Linear:
         operation = f"{backend}_int8_linear"
         reference = getattr(references, backend)(self._host)
         self._gemm = Int8Gemm(operation, backend, reference, context)
+        self._failures = Failures(operation, context.breaker)
         self._quantizer = _QUANTIZERS[backend]
         self._names = frozenset(inspect.signature(stock).parameters)
         self._paths: dict[int, DevicePath] = {}
@@ -116,7 +118,11 @@ class Int8Linear:
         """The result, or None where the call is stock's."""
         device = x.get_device()
         path = self._path(device)
-        if path.path == "stock" or not _is_regular(x, weight, weight_scale, bias, out_dtype):
+        if (
+            path.path == "stock"
+            or not _is_regular(x, weight, weight_scale, bias, out_dtype)
+            or _tracks_gradients(x, weight_scale, bias, input_act_weight)
+        ):
             return None
         n, k = weight.shape
         if (
@@ -125,17 +131,19 @@ class Int8Linear:
             or (convrot and (k % convrot_groupsize or convrot_groupsize < 4))
         ):
             return None
-        m = x.numel() // x.shape[-1]
-        run = self._dequantized if path.path in _COMPUTE else self._fused
-        result = run(
-            m,
-            functools.partial(self._activated, x, input_act, input_act_weight, input_act_eps),
-            convrot_groupsize if convrot else 0,
-            weight,
-            weight_scale.reshape(-1).float(),
-            bias,
-            out_dtype,
+        activated = functools.partial(
+            self._activated, x, input_act, input_act_weight, input_act_eps
         )
+        m = x.numel() // x.shape[-1]
+        result: torch.Tensor | None
+        if m == 0:
+            # Stock's eager backend has nothing to put together then, and raises.
+            result = activated().new_empty((0, n), dtype=out_dtype)
+        else:
+            run = self._dequantized if path.path in _COMPUTE else self._fused
+            group = convrot_groupsize if convrot else 0
+            scale = weight_scale.reshape(-1).float()
+            result = run(m, activated, group, weight, scale, bias, out_dtype)
         if result is None:
             return None
         result = result.reshape(*x.shape[:-1], n)
@@ -209,12 +217,19 @@ class Int8Linear:
         out_dtype: torch.dtype,
     ) -> torch.Tensor | None:
         """Multiply without quantizing, in the half-precision dtype that the path names."""
+        device = weight.get_device()
+        if self._failures.reason(device) is not None:
+            return None
         x = activated().reshape(m, weight.shape[1])
         hadamard = None
         if group:
             hadamard = self._host._build_hadamard(group, device=x.device, dtype=x.dtype)
-        compute = _COMPUTE[self._path(weight.get_device()).path]
-        return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
+        compute = _COMPUTE[self._path(device).path]
+        try:
+            return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
+        except Exception as error:
+            self._failures.account(error, device)
+            return None
 
 
 def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: Any) -> bool:
@@ -231,7 +246,6 @@ def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: An
         return False
     return (
         x.dim() > 0
-        and x.numel() > 0
         and weight.dim() == 2
         and weight.numel() > 0
         and x.dtype in CODES
@@ -241,10 +255,13 @@ def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: An
         and weight_scale.dtype in CODES
         and weight_scale.numel() in (1, weight.shape[0])
         and weight.device == weight_scale.device == x.device
-        and not (
-            torch.is_grad_enabled()
-            and (x.requires_grad or (bias is not None and bias.requires_grad))
-        )
+    )
+
+
+def _tracks_gradients(*operands: Any) -> bool:
+    """Whether stock's result would require a gradient; what is added to it decides for itself."""
+    return torch.is_grad_enabled() and any(
+        isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,10 @@ class _Kernel:
 class QuantizeRows:
     """The op behind the slots.
 
-    It takes x [..., K] float32, float16 or bfloat16, contiguous, 16-byte aligned, and returns q
-    int8 of that shape and the scales, float32 [..., 1], both new. Everything else, stochastic
-    rounding above all, goes to `fallback`, which is stock or as good as stock.
+    It takes x [..., K] float32, float16 or bfloat16, 16-byte aligned ([M, K] alone for the Triton
+    backend), and returns q int8 of that shape and the scales, float32 [..., 1], both new and
+    contiguous. Everything else, stochastic rounding above all, goes to `fallback`, which is stock
+    or as good as stock.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class QuantizeRows:
         self._paths: dict[int, str] = {}
         self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
         self._launches: dict[tuple[object, ...], Callable[..., None]] = {}
-        self._on_cpu = interpreting()
+        # The CPU has something to do only where somebody asks for it.
+        self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
         self._active = True
+        names = frozenset(list(inspect.signature(stock).parameters)[1:])
 
         # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
         @functools.wraps(stock)
@@ -68,9 +72,10 @@ class QuantizeRows:
             path = self._path(x.get_device())
             if path == "eager":
                 return eager_host.module().quantize_int8_rowwise(x, *args, **kwargs)
-            # Stochastic rounding is on with a seed above zero.
-            if path != "triton" or any(args) or any(kwargs.values()):
+            if path != "triton" or ((args or kwargs) and not _is_plain(args, kwargs, names)):
                 return fallback(x, *args, **kwargs)
+            # Stock's Triton kernel takes rows for contiguous that are not.
+            x = x.contiguous()
             quantized = self._quantize(x)
             return fallback(x, *args, **kwargs) if quantized is None else quantized
 
@@ -99,9 +104,10 @@ class QuantizeRows:
         if (
             x.dtype not in CODES
             or x.requires_grad
-            or not x.is_contiguous()
             or x.numel() == 0
             or x.dim() == 0
+            or (x.dim() != 2 and self._backend == "triton")
+            or (device < 0 and not interpreting())
             or x.data_ptr() % 16
             or self._failures.reason(device) is not None
         ):
@@ -173,6 +179,15 @@ class QuantizeRows:
             if not bool(same.all()):
                 return "differs from stock"
         return None
+
+
+def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> bool:
+    """Whether what follows x is what stock takes, and means to round to nearest: rounding is
+    stochastic with a seed above zero."""
+    if len(args) + len(kwargs) > len(names) or kwargs.keys() - names:
+        return False
+    seeds = (*args, *kwargs.values())
+    return all(seed is None or (type(seed) is int and seed <= 0) for seed in seeds)
 
 
 def build_cuda(stock: Function, context: OpContext) -> QuantizeRows:

@@ -10,8 +10,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
-from packaging.version import InvalidVersion, Version
-
 KIB = 1024
 
 
@@ -82,7 +80,10 @@ def _assumed(capability: tuple[int, int]) -> DeviceProfile:
 def _prefetching_triton() -> bool:
     """Whether Triton does that on sm_80, 86 and 89: from 3.8 on, seen in the code that it makes."""
     for name in ("triton", "triton-windows"):
-        with contextlib.suppress(metadata.PackageNotFoundError, InvalidVersion):
+        # A report must be had where packaging is missing, or the version is none.
+        with contextlib.suppress(metadata.PackageNotFoundError, ImportError, ValueError):
+            from packaging.version import Version
+
             return Version(metadata.version(name)) >= Version("3.8")
     return False
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import ck_patch
-from ck_patch import activation, preview, settings
+from ck_patch import activation, notices, preview, route, settings
 from ck_patch.activation import Activation
+from ck_patch.device import DeviceProfile
 from ck_patch.preview import Choice
 from ck_patch.slots import SLOTS
+from ck_patch.stock_paths import stock_path
 
 # What a broken installation can raise at an import. KeyboardInterrupt is the user's.
 _BROKEN = (Exception, SystemExit)
@@ -73,8 +75,20 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class BackendPath:
+    """The path that the INT8 linears of one backend take on a device, and what stock would do."""
+
+    backend: str
+    path: str
+    reason: str
+    advice: str
+    stock: str
+
+
+@dataclass(frozen=True)
 class Device:
-    """One GPU and the routes it gets; `problem` says why it could not be asked."""
+    """One GPU, or the CPU as -1 where that is taken for one; `problem` says why it could not be
+    asked. `routes` are those of the linears of the backend named `routes_of`."""
 
     index: int
     name: str | None
@@ -82,7 +96,9 @@ class Device:
     sm_count: int | None
     shared_memory: int | None
     problem: str | None
-    routes: tuple[Choice, ...]
+    paths: tuple[BackendPath, ...] = ()
+    routes_of: str | None = None
+    routes: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -224,7 +240,14 @@ def _patches() -> tuple[str, tuple[str, str] | None, tuple[Slot, ...], tuple[str
 
 
 def _devices() -> tuple[tuple[Device, ...], str | None]:
-    """The GPUs, or none and why."""
+    """The GPUs, or none and why; without any, the CPU where it is to be taken for one."""
+    devices, problem = _gpus()
+    if not devices and settings.load().assumed(-1) is not None:
+        devices = (_device(-1),)
+    return devices, problem
+
+
+def _gpus() -> tuple[tuple[Device, ...], str | None]:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return (), "torch cannot be imported"
@@ -246,7 +269,9 @@ def _device(index: int) -> Device:
     try:
         from ck_patch.device import profile
 
-        found = profile(index)
+        wanted = settings.load()
+        found = profile(index, wanted.assumed(index))
+        backend: route.Backend = "eager" if notices.cuda_backend_obstacle() else "cuda"
         return Device(
             index,
             found.name,
@@ -254,10 +279,18 @@ def _device(index: int) -> Device:
             found.sm_count,
             found.shared_memory,
             None,
-            preview.choices(found, settings.load().int8),
+            tuple(_backend_path(found, wanted.int8, name) for name in route.BACKENDS),
+            backend,
+            preview.choices(found, wanted.int8, backend=backend),
         )
     except _BROKEN as error:
-        return Device(index, None, None, None, None, _describe(error), ())
+        return Device(index, None, None, None, None, _describe(error))
+
+
+def _backend_path(gpu: DeviceProfile, int8: str, backend: route.Backend) -> BackendPath:
+    found = route.device_path(gpu, int8, backend)
+    stock = stock_path(backend, "int8_linear", gpu.capability)
+    return BackendPath(backend, found.path, found.reason, found.advice, stock)
 
 
 def _notes(packages: tuple[Package, ...]) -> Iterator[str]:
@@ -280,10 +313,11 @@ def _notes(packages: tuple[Package, ...]) -> Iterator[str]:
             "comfy_kitchen cannot be imported here: run this with the Python that starts ComfyUI, "
             "in its folder for the portable build: python_embeded\\python.exe -s -m ck_patch info"
         )
-    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-    major = str(cuda or "").partition(".")[0]
-    if major.isdigit() and int(major) < 13:
+    if wanted.assume:
         yield (
-            f"not active in ComfyUI: it turns comfy_kitchen's cuda backend off when torch is built "
-            f"for CUDA {cuda}; CUDA 13 is needed"
+            f"{settings.ASSUME.name} is set: devices are taken for the GPUs shown, which is for "
+            "tests and support"
         )
+    obstacle = notices.cuda_backend_obstacle()
+    if obstacle:
+        yield f"{obstacle}, and uses the eager backend, which is patched as well"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ck_patch import route
 from ck_patch.device import DeviceProfile
+from ck_patch.route import Backend
 from ck_patch.shapes import Shape
 
 SHAPES: tuple[tuple[str, Shape], ...] = (
@@ -44,12 +45,19 @@ def named(shapes: Sequence[Shape] | None) -> tuple[tuple[str, Shape], ...]:
 
 
 def choices(
-    device: DeviceProfile, int8: str, shapes: Sequence[tuple[str, Shape]] = SHAPES
+    device: DeviceProfile,
+    int8: str,
+    shapes: Sequence[tuple[str, Shape]] = SHAPES,
+    backend: Backend = "cuda",
 ) -> tuple[Choice, ...]:
-    """The routes on `device` under CK_PATCH_INT8=`int8`."""
+    """The routes of a backend's linears on `device` under CK_PATCH_INT8=`int8`."""
+    whole = route.device_path(device, int8, backend)
     found = []
     for model, (m, n, k) in shapes:
-        chosen = route.decide(route.GemmCall(m, n, k, "bfloat16"), device, int8)
+        chosen: route.DevicePath | route.Route = whole
+        if whole.path == "triton":
+            call = route.GemmCall(m, n, k, "bfloat16", backend=backend)
+            chosen = route.decide(call, device, int8)
         found.append(Choice(model, m, n, k, chosen.path, chosen.reason))
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ck_patch import preview, tables
-from ck_patch.info import Device, Package, Report, Variable
+from ck_patch.info import BackendPath, Device, Package, Report, Variable
 
 Lines = Iterable[tuple[str, str]]
 
@@ -70,11 +70,22 @@ def _value(variable: Variable) -> str:
 
 
 def _device(device: Device) -> None:
+    name = f"GPU {device.index}" if device.index >= 0 else "CPU"
     if device.problem:
-        _section("Devices", [(f"GPU {device.index}", device.problem)])
+        _section("Devices", [(name, device.problem)])
         return
     title = (
-        f"GPU {device.index}: {device.name}, {device.architecture}, {device.sm_count} SMs, "
+        f"{name}: {device.name}, {device.architecture}, {device.sm_count} SMs, "
         f"{(device.shared_memory or 0) // 1024} KiB of shared memory per block"
     )
-    tables.show(title, ("M x N x K", "route", "reason"), preview.grouped(device.routes))
+    _section(title, [(path.backend, _path(path)) for path in device.paths])
+    tables.show(
+        f"{name}: GEMMs of the {device.routes_of} backend",
+        ("M x N x K", "route", "reason"),
+        preview.grouped(device.routes),
+    )
+
+
+def _path(path: BackendPath) -> str:
+    advice = f"; faster: {path.advice}" if path.advice else ""
+    return f"{path.path}: {path.reason}{advice}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ck_patch
-from ck_patch import device
+from ck_patch import device, route
 from tests.commands import running
 from tests.conftest import SitePackages, WarmInterpreter
 
@@ -183,6 +184,7 @@ def test_without_a_gpu_or_with_one_that_fails_the_reason_is_given(
     assert CUDA_FAILURES[failure] in report["no_devices"]
 
 
+NO_GPU = "import torch; torch.cuda.is_available = lambda: False\n"
 FAKE_GPUS = """
 import torch
 from ck_patch import device
@@ -190,7 +192,7 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 3
 known = {gpu.name: gpu for gpu in device.KNOWN}
 found = {0: known["H200"], 2: known["GeForce RTX 3090"]}
-device.profile = lambda index: found[index] if index in found else device.broken
+device.profile = lambda index, assume: found[index] if index in found else device.broken
 """
 
 
@@ -202,30 +204,85 @@ def test_each_gpu_gets_its_routes_and_one_that_fails_spoils_no_other(
     assert (hopper["name"], hopper["architecture"]) == ("H200", "sm_90")
     assert all(choice["path"].startswith("triton ") for choice in hopper["routes"])
     assert "AttributeError" in broken["problem"]
-    assert broken["routes"] == []
+    assert broken["routes"] == broken["paths"] == []
     assert {choice["path"] for choice in ampere["routes"]} == {"stock"}
+    assert [path["path"] for path in ampere["paths"]] == ["stock", "triton", "triton"]
     text = running.IN_CHILD.format(arguments=["info"])
     _, printed = warm_interpreter.run(FAKE_GPUS + text, env={"CK_PATCH_INT8": "triton"})
     assert "GPU 2: GeForce RTX 3090, sm_86, 82 SMs, 99 KiB of shared memory per block" in printed
-    assert "CK_PATCH_INT8=triton" in printed
+    assert "GPU 2: GEMMs of the cuda backend" in printed
+    assert "  cuda    triton: CK_PATCH_INT8=triton" in printed
 
 
-def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted(
+def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted_and_shown(
     warm_interpreter: WarmInterpreter,
 ) -> None:
-    script = f"import torch; torch.version.cuda = {{!r}}\n{INFO}"
+    script = f"{FAKE_GPUS}torch.version.cuda = {{!r}}\n{INFO}"
     old = parsed(warm_interpreter.run(script.replace("{!r}", repr("12.8"))))
     new = parsed(warm_interpreter.run(script.replace("{!r}", repr("13.0"))))
-    assert any(note.startswith("not active in ComfyUI") for note in old["notes"])
-    assert not any(note.startswith("not active in ComfyUI") for note in new["notes"])
+    note = (
+        "torch was built for CUDA 12.8: ComfyUI disables the CUDA backend below CUDA 13, and uses "
+        "the eager backend, which is patched as well"
+    )
+    assert note in old["notes"]
+    assert not any("torch was built for" in note for note in new["notes"])
+    assert [report["devices"][2]["routes_of"] for report in (old, new)] == ["eager", "cuda"]
+    assert all(choice["path"] != "stock" for choice in old["devices"][2]["routes"])
+
+
+def test_every_backend_has_a_path_a_reason_and_what_stock_would_do(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    variables = {"CK_PATCH_ASSUME_DEVICE": "sm_70"}
+    (gpu,) = parsed(warm_interpreter.run(NO_GPU + INFO, env=variables))["devices"]
+    assert gpu["index"] == -1
+    assert [(path["backend"], path["path"]) for path in gpu["paths"]] == [
+        ("cuda", "eager"),
+        ("triton", "float16"),
+        ("eager", "float16"),
+    ]
+    assert all(path["reason"] for path in gpu["paths"])
+    assert "torch._int_mm" in gpu["paths"][2]["stock"]
+
+
+def test_an_assumed_device_is_shown_and_said_to_be_assumed(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    def info(assume: str) -> str:
+        script = NO_GPU + running.IN_CHILD.format(arguments=["info"])
+        _, printed = warm_interpreter.run(script, env={"CK_PATCH_ASSUME_DEVICE": assume})
+        return str(printed)
+
+    assumed = info("sm_70")
+    assert "CPU: Tesla V100 (assumed), sm_70, 80 SMs" in assumed
+    assert "  eager   float16: sm_70 has no INT8 tensor cores" in assumed
+    assert "CK_PATCH_ASSUME_DEVICE is set: devices are taken for the GPUs shown" in assumed
+    assert "(assumed)" not in info("0=sm_70")
+    misspelt = info("volta")
+    assert "CK_PATCH_ASSUME_DEVICE='volta' is not of the form sm_70" in misspelt
+    assert "is set" not in misspelt
+
+
+def test_each_gpu_is_assumed_by_its_own_index(warm_interpreter: WarmInterpreter) -> None:
+    script = (
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        f"torch.cuda.device_count = lambda: 2\n{INFO}"
+    )
+    variables = {"CK_PATCH_ASSUME_DEVICE": "0=sm_86,1=sm_103"}
+    report = parsed(warm_interpreter.run(script, env=variables))
+    assert [gpu["architecture"] for gpu in report["devices"]] == ["sm_86", "sm_103"]
 
 
 def test_every_known_gpu_has_a_reason_for_every_shape() -> None:
     from ck_patch import preview
 
-    for gpu in device.KNOWN:
-        found = preview.choices(gpu, "auto")
+    for gpu, backend in product(device.KNOWN, route.BACKENDS):
+        found = preview.choices(gpu, "auto", backend=backend)
         assert len(found) == len(preview.SHAPES)
+        path = route.device_path(gpu, "auto", backend)
+        if path.path != "triton":
+            assert {(choice.path, choice.reason) for choice in found} == {(path.path, path.reason)}
         assert all(choice.reason for choice in found)
         grouped = preview.grouped(found)
         assert {(path, reason) for _, path, reason in grouped} == {

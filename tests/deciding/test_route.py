@@ -71,7 +71,8 @@ def test_nothing_is_ours_where_the_setting_asks_for_another_path(
     assert not any(decide(call, device, int8).config for call in calls)
     path = device_path(device, int8, backend)
     half = "bfloat16" if device.capability == (10, 3) else "float16"
-    assert path == DevicePath("stock" if int8 == "stock" else half, f"CK_PATCH_INT8={int8}")
+    assert path.path == ("stock" if int8 == "stock" else half)
+    assert (path.reason, path.advice) == (f"CK_PATCH_INT8={int8}", "")
 
 
 @every_gpu

@@ -142,7 +142,7 @@ class Int8Linear:
         else:
             run = self._dequantized if path.path in _COMPUTE else self._fused
             group = convrot_groupsize if convrot else 0
-            scale = weight_scale.reshape(-1).float()
+            scale = weight_scale.reshape(-1).float().contiguous()
             result = run(m, activated, group, weight, scale, bias, out_dtype)
         if result is None:
             return None

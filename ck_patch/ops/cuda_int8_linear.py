@@ -17,7 +17,6 @@ from ck_patch import log, notices
 from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import profile
-from ck_patch.dlpack import to_dlpack
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.gemm import CODES, Int8Gemm
@@ -31,8 +30,8 @@ class CudaInt8Linear:
     float32, float16 or bfloat16 with at least three rows, weight int8 [N, K], weight_scale float32
     with one or N values, bias of N values in the output dtype or none. Input activations,
     residuals, rotations that stock does in two steps, one or two rows (which have kernels of their
-    own) and everything else go to stock whole. The activation is rotated and quantized by stock's
-    own kernels, so that only the GEMM is ours.
+    own) and everything else go to stock whole. The activation is quantized by what stands in the
+    host's module, and rotated by stock's own kernel.
 
     On a device that stock's kernels cannot run on, which a registry that was validated against
     another device of the host does not know, and where CK_PATCH_INT8=fp16 asks for it, the eager
@@ -183,16 +182,14 @@ class CudaInt8Linear:
         on = x.device
         stream = self._current_stream(device)
         if convrot:
-            x_int8, x_scale = self._host.quantize_int8_rowwise_convrot64(x_2d, convrot_groupsize)
+            quantized = self._host.quantize_int8_rowwise_convrot64(x_2d, convrot_groupsize)
         else:
-            x_int8 = torch.empty((rows, k), dtype=torch.int8, device=on)
-            x_scale = torch.empty((rows, 1), dtype=torch.float32, device=on)
-            quantize = self._host._C.quantize_int8_rowwise
-            quantize(to_dlpack(x_2d), to_dlpack(x_int8), to_dlpack(x_scale), False, 0, stream)
+            # A slot of its own.
+            quantized = self._host.quantize_int8_rowwise(x_2d)
         out = torch.empty((rows, n), dtype=dtype, device=on)
         if bias is None:
             bias = self._host._empty_cuda_tensor(on, dtype)
-        tensors = (x_int8, weight, x_scale, weight_scale, bias, out)
+        tensors = (quantized[0], weight, quantized[1], weight_scale, bias, out)
         if not self._gemm.launch(plan, tensors, stream):
             return None
         return out if x.dim() == 2 else out.view(*x.shape[:-1], n)

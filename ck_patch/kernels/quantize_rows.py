@@ -173,7 +173,7 @@ class RowQuantizer:
         k = x.shape[1]
         unit = 16 if k % 16 == 0 else 1
         finfo = torch.finfo(x.dtype)
-        block_k, _ = _shape_of_program(k)
+        block_k, _ = _shape_of_program(k, x.dtype)
         return k // unit, unit, self._eager, finfo.max, finfo.tiny, block_k
 
     def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class RowQuantizer:
         x float32, float16 or bfloat16 [M, K]; q int8 [M, K] and scale float32, M values, are
         written in place. All are contiguous, on one device, 16-byte aligned; M and K are positive.
         """
-        _, num_warps = _shape_of_program(x.shape[1])
+        _, num_warps = _shape_of_program(x.shape[1], x.dtype)
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self.kernel[x.shape[0], 1, 1](
             x, q, scale, *self._arguments(x), num_warps=num_warps, enable_fp_fusion=False
@@ -200,7 +200,7 @@ class RowQuantizer:
         return launch
 
 
-def _shape_of_program(k: int) -> tuple[int, int]:
+def _shape_of_program(k: int, dtype: torch.dtype) -> tuple[int, int]:
     """Columns that a program takes at a time, and its warps: a thread holds 32 values.
 
     Measured on one H200 (sm_90; torch 2.11+cu130, Triton 3.6, 2026-11-30) by CUDA graph replay on
@@ -212,6 +212,9 @@ def _shape_of_program(k: int) -> tuple[int, int]:
     | 4608 x 12288 | 90 | 86 | | 82 |
     | 25900 x 16384 | | 89 | | 91 |
     | 36864 x 28672 | | 83 | 88 | 80 |
+
+    float32 in blocks of 8192 spills on sm_120.
     """
-    block_k = min(max(triton.next_power_of_2(k), 1024), 4096 if k <= 12288 else 8192)
+    widest = 8192 if k > 12288 and dtype != torch.float32 else 4096
+    block_k = min(max(triton.next_power_of_2(k), 1024), widest)
     return block_k, block_k // 1024

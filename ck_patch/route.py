@@ -74,17 +74,17 @@ def device_path(device: DeviceProfile, int8: str, backend: Backend = "cuda") -> 
     """The path of a backend's `int8_linear`; `int8` is the value of CK_PATCH_INT8."""
     if int8 == "stock":
         return DevicePath("stock", "CK_PATCH_INT8=stock")
-    if device.kind == "interpreter":
-        return DevicePath("triton", "Triton's interpreter is on")
-    if device.kind != "cuda":
+    if device.kind == "other":
         return DevicePath("stock", f"{device.name} is not an NVIDIA GPU")
     if int8 == "fp16":
         return _half_path(device)
+    if device.kind == "interpreter":
+        return DevicePath("triton", "Triton's interpreter is on")
     return _DEVICE_PATHS[backend](device, int8)
 
 
 def _half_path(device: DeviceProfile) -> DevicePath:
-    if device.capability < (5, 3):
+    if device.kind == "cuda" and device.capability < (5, 3):
         return DevicePath("stock", f"{device.architecture} has no FP16 arithmetic")
     return DevicePath(_half(device), "CK_PATCH_INT8=fp16")
 

@@ -214,7 +214,7 @@ def test_each_gpu_gets_its_routes_and_one_that_fails_spoils_no_other(
     assert "  cuda    triton: CK_PATCH_INT8=triton" in printed
 
 
-def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted_and_shown(
+def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted(
     warm_interpreter: WarmInterpreter,
 ) -> None:
     script = f"{FAKE_GPUS}torch.version.cuda = {{!r}}\n{INFO}"

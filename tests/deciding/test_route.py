@@ -235,6 +235,14 @@ def test_what_is_no_nvidia_gpu_stays_on_stock_under_any_setting(
     assert (device.name if int8 != "stock" else "CK_PATCH_INT8=stock") in path.reason
 
 
+@every_backend
+def test_the_interpreter_runs_our_gemm_unless_another_path_is_asked_for(backend: Backend) -> None:
+    for int8, path in (("auto", "triton"), ("triton", "triton")):
+        assert device_path(INTERPRETER, int8, backend).path == path
+    for int8, path in (("stock", "stock"), ("fp16", "float16")):
+        assert device_path(INTERPRETER, int8, backend) == DevicePath(path, f"CK_PATCH_INT8={int8}")
+
+
 @pytest.mark.parametrize(
     ("capability", "path"),
     [((3, 7), "stock"), ((5, 2), "stock"), ((5, 3), "float16"), ((13, 0), "float16")],

@@ -11,6 +11,7 @@ import pytest
 from ck_patch import log
 from ck_patch.breaker import Breaker
 from tests.interpreter import pytest_configure, pytest_runtest_protocol, pytest_runtest_setup
+from tests.ops.linear import Bench
 
 __all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_runtest_setup"]
 
@@ -52,3 +53,43 @@ def make_op(breaker: Breaker) -> Callable[..., Any]:
         return cutlass_int8_dequant.build(stock, context)
 
     return make
+
+
+@pytest.fixture
+def eager_host() -> Any:
+    """The eager backend's module."""
+    return pytest.importorskip("comfy_kitchen.backends.eager.quantization")
+
+
+@pytest.fixture
+def triton_host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The Triton backend's module, its own kernels fit for the interpreter, which has no libdevice
+    and nothing to tune."""
+    quantization = pytest.importorskip("comfy_kitchen.backends.triton.quantization")
+    import triton
+    import triton.language as tl
+
+    sizes = {"block_m": 32, "block_n": 32, "block_k": 32, "group_size_m": 8}
+    for name in ("_int8_matmul_dequant_kernel", "_int8_matmul_dequant_per_row_kernel"):
+        monkeypatch.setattr(getattr(quantization, name), "configs", [triton.Config(sizes)])
+    monkeypatch.setattr(quantization.libdevice, "rint", lambda x: tl.floor(x + 0.5))
+    return quantization
+
+
+@pytest.fixture
+def eager(eager_host: Any, breaker: Breaker) -> Bench:
+    """The eager backend's op."""
+    return Bench("eager", eager_host, breaker)
+
+
+@pytest.fixture
+def triton(triton_host: Any, breaker: Breaker) -> Bench:
+    """The Triton backend's op."""
+    return Bench("triton", triton_host, breaker)
+
+
+@pytest.fixture(params=["eager", "triton"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    """Either backend's op."""
+    found: Bench = request.getfixturevalue(request.param)
+    return found

@@ -22,18 +22,9 @@ M, N, K = 150, 48, 64
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The Triton backend's quantization module, fit for the interpreter: it has no libdevice and
-    nothing to tune. Its own quantizer is in the chunks too, as when both slots are patched."""
-    quantization = pytest.importorskip("comfy_kitchen.backends.triton.quantization")
-    import triton
-    import triton.language as tl
-
-    sizes = {"block_m": 32, "block_n": 32, "block_k": 32, "group_size_m": 8}
-    for name in ("_int8_matmul_dequant_kernel", "_int8_matmul_dequant_per_row_kernel"):
-        monkeypatch.setattr(getattr(quantization, name), "configs", [triton.Config(sizes)])
-    monkeypatch.setattr(quantization.libdevice, "rint", lambda x: tl.floor(x + 0.5))
-    return quantization
+def host(triton_host: Any) -> Any:
+    """Its own quantizer is in the chunks too, as when both slots are patched."""
+    return triton_host
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.T
 
 def expected(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in numpy's float32, as the interpreter of this process rounds."""
-    values = x.float().numpy()
+    values: npt.NDArray[np.float32] = x.float().numpy()
     magnitudes = np.abs(values)
     with np.errstate(all="ignore"):
         if rounding == "eager":
@@ -66,7 +66,7 @@ def expected(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.T
             divisor[divisor == 0] = torch.finfo(x.dtype).tiny
             quotient = values / divisor
         else:
-            quotient = values * (np.float32(1) / divisor)
+            quotient = values * np.reciprocal(divisor)
         rounded = np.rint(_narrowed(quotient, x.dtype))
         nan = 0 if rounding == "eager" else -128
         q = np.clip(np.where(np.isnan(rounded), nan, rounded), -128, 127).astype(np.int8)

@@ -52,26 +52,28 @@ def gemm(
     xs = x_scale.numpy().reshape(-1, 1)
     ws = w_scale.numpy().reshape(1, -1)
     with np.errstate(all="ignore"):
-        factors = (acc * xs, ws) if order == "cutlass" else (acc, xs * ws)
-        addend = None if bias is None else _float32(bias).reshape(1, -1)
+        left, right = (acc * xs, ws) if order == "cutlass" else (acc, xs * ws)
         if order == "eager":
-            out = _float32(_cast(factors[0] * factors[1], out_dtype, rounding))
+            out = _stored(left * right, out_dtype, rounding)
             if bias is not None:
-                out = out + _float32(_cast(_float32(bias), out_dtype, rounding)).reshape(1, -1)
-        elif addend is None and residual is None:
-            out = factors[0] * factors[1]
+                out = out + _stored(_float32(bias), out_dtype, rounding)
+        elif bias is None and residual is None:
+            out = left * right
         else:
-            zero = np.zeros((1, 1), np.float32)
-            out = _sum(*factors, zero if addend is None else addend, rounding)
+            addend = np.zeros(1, np.float32) if bias is None else _float32(bias)
+            out = _sum(left, right, addend, rounding)
         if residual is not None and residual_scale is not None:
-            out = _float32(_cast(out, out_dtype, rounding))
-            scale = np.broadcast_to(_float32(residual_scale).reshape(1, -1), out.shape)
-            out = _sum(out, scale, _float32(residual), rounding)
+            out = _stored(out, out_dtype, rounding)
+            out = _sum(out, _float32(residual_scale), _float32(residual), rounding)
         return _cast(out, out_dtype, rounding)
 
 
 def _sum(x: Floats, y: Floats, z: Floats, rounding: Rounding) -> Floats:
     return fma(x, y, z) if rounding.fused else x * y + z
+
+
+def _stored(values: Floats, dtype: torch.dtype, rounding: Rounding) -> Floats:
+    return _float32(_cast(values, dtype, rounding))
 
 
 def fma(x: Floats, y: Floats, z: Floats) -> Floats:

@@ -1,21 +1,29 @@
-"""Timing on a GPU: graph replays of several functions, interleaved, and their medians."""
+"""Timing on a GPU: graph replays or calls of several functions, interleaved, and their medians."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=Hashable)
 Function = Callable[[], object]
 
 
+class Captured(NamedTuple):
+    """A CUDA graph that repeats a function `calls` times."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+
 def graph_times(
-    functions: Mapping[str, Function], *, rounds: int = 7, span: float = 2e-3
-) -> dict[str, float]:
+    functions: Mapping[Name, Function], *, rounds: int = 7, span: float = 2e-3
+) -> dict[Name, float]:
     """Milliseconds per call of each function, on the current device.
 
     Each function is captured into a CUDA graph that repeats it for about `span` seconds, so that
@@ -23,17 +31,28 @@ def graph_times(
     and temperature are the same for all; the median counts. The functions run on the same tensors
     every time: inputs below the size of the L2 are read from it.
     """
-    graphs = {name: _capture(function, span) for name, function in functions.items()}
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    graphs = {name: captured(function, span) for name, function in functions.items()}
+    return replay_times(graphs, rounds)
+
+
+def replay_times(graphs: Mapping[Name, Captured], rounds: int) -> dict[Name, float]:
+    """Milliseconds per call of what each graph repeats: they take turns, the median counts."""
+    samples: dict[Name, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, (graph, calls) in graphs.items():
-            start, end = _events()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) / calls)
+            samples[name].append(_milliseconds(graph.replay) / calls)
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def eager_time(function: Function, calls: int) -> float:
+    """Milliseconds per call of `calls` in a row: of the host or of the GPU, whichever is slower."""
+
+    def repeat() -> None:
+        for _ in range(calls):
+            function()
+
+    torch.cuda.synchronize()
+    return _milliseconds(repeat) / calls
 
 
 def host_times(
@@ -58,38 +77,51 @@ def host_times(
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def replayed(function: Callable[[], T]) -> T:
-    """What `function` returns, holding what a replay of the CUDA graph it was captured in wrote."""
+def replayed(function: Callable[[], T], spoil: Callable[[T], object] | None = None) -> T:
+    """What `function` returns, holding what a replay of the CUDA graph it was captured in wrote.
+
+    `spoil` gets the result before the replay, to poison what is to be written.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        function()  # As in _capture.
+        function()  # As in captured.
         with torch.cuda.graph(graph, stream=stream):
             result = function()
+    torch.cuda.current_stream().wait_stream(stream)
+    if spoil is not None:
+        spoil(result)
     graph.replay()
     torch.cuda.synchronize()
     return result
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-def _capture(function: Function, span: float) -> tuple[torch.cuda.CUDAGraph, int]:
+def captured(
+    function: Function, span: float, pool: tuple[int, int] | None = None
+) -> Captured:
+    """Capture `function` as often as it takes about `span` seconds, at least once, at most 50
+    times. Graphs of one memory `pool` write over each other's results."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         function()  # Compiles, loads modules and makes handles, all forbidden under capture.
-        start, end = _events()
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        calls = max(1, min(50, int(span * 1e3 / max(start.elapsed_time(end), 1e-3))))
-        with torch.cuda.graph(graph, stream=stream):
+        once = _milliseconds(function)
+        calls = max(1, min(50, int(span * 1e3 / max(once, 1e-3))))
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             for _ in range(calls):
                 function()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph, calls
+    return Captured(graph, calls)
+
+
+def _milliseconds(function: Function) -> float:
+    """What the current stream takes for it, from end to end."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

@@ -16,6 +16,11 @@ def show(title: str, columns: Sequence[str], rows: Rows) -> None:
         print(plain(title, columns, rows))
 
 
+def number(value: float | None, digits: int) -> str:
+    """A cell; what is not known is a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def plain(title: str, columns: Sequence[str], rows: Rows) -> str:
     """The table as text, its columns aligned by spaces."""
     lines = [columns, ["-" * len(column) for column in columns], *rows]

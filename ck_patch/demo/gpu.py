@@ -16,7 +16,8 @@ import ck_patch
 from ck_patch import device, guard, preview, route, settings, tables
 from ck_patch.demo.slot import PROMISED_UNITS, Inputs
 from ck_patch.measure import graph_times, replayed
-from ck_patch.shapes import Shape
+from ck_patch.prerequisites import breakers
+from ck_patch.shapes import Shape, named
 
 # Rows at either end that are compared with the exact reference; all rows are compared with stock.
 _REFERENCE_ROWS = 8
@@ -67,7 +68,7 @@ def run(shapes: Sequence[Shape] | None) -> dict[str, Any]:
     rows = []
     with torch.no_grad():
         for model, shape in preview.named(shapes):
-            print(f"measuring {'x'.join(map(str, shape))} ...", flush=True)
+            print(f"measuring {named(shape)} ...", flush=True)
             rows.append(_row(model, shape))
     tables.show(
         "INT8 linears with bfloat16 output; milliseconds by CUDA graph replay. GEMM: the patched "
@@ -133,7 +134,7 @@ def _gemm(row: Row) -> Row:
     units = inputs.units_off(d, _REFERENCE_ROWS)
     equal = torch.equal(d, expected)
     row = dataclasses.replace(
-        row, equal=equal, units=units if math.isfinite(units) else None, problem=_problem()
+        row, equal=equal, units=units if math.isfinite(units) else None, problem=breakers()
     )
     if not equal:
         return dataclasses.replace(row, problem="the GEMM differs from stock")
@@ -172,7 +173,7 @@ def _layer(row: Row) -> Row:
         layer()  # Proves the kernel anew: enabling is a fresh start.
         equal = torch.equal(replayed(layer), expected)
         del expected
-        problem = row.problem or _problem() or ("" if equal else "the layer differs from stock")
+        problem = row.problem or breakers() or ("" if equal else "the layer differs from stock")
         row = dataclasses.replace(row, equal=equal and row.equal is not False, problem=problem)
         # In this order: what is captured after the first call of `stock` is stock.
         functions = {"bf16": lambda: F.linear(x, plain, bias), "ours": layer, "stock": stock}
@@ -182,11 +183,6 @@ def _layer(row: Row) -> Row:
     return dataclasses.replace(
         row, layer_ours=times["ours"], layer_stock=times["stock"], bf16=times["bf16"]
     )
-
-
-def _problem() -> str:
-    """Why ours went back to stock, if it did. disable() forgets, so ask before."""
-    return "; ".join(breaker.reason for breaker in ck_patch.status().breakers)
 
 
 def _means(rows: Sequence[Row]) -> dict[str, float]:
@@ -199,12 +195,10 @@ def _means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _cells(row: Row) -> list[str]:
-    def number(value: float | None, digits: int) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
+    number = tables.number
     return [
         row.model,
-        f"{row.m}x{row.n}x{row.k}",
+        named((row.m, row.n, row.k)),
         row.path,
         number(row.gemm_stock, 4),
         number(row.gemm_ours, 4),

@@ -18,7 +18,8 @@ class DeviceProfile:
     """A device as the policy sees it. `kind` is "cuda", "interpreter" (the CPU, with Triton's
     interpreter on) or "other"; shared_memory is bytes per block, opted in; `descriptors` says
     whether kernels can be given TMA descriptors made on the host, `prefetches` whether Triton loads
-    int8 operands into registers one step ahead: a 128x128 tile of 4 warps spills then."""
+    int8 operands into registers one step ahead, or the accumulator from tensor memory: a 128x128
+    tile of 4 warps spills then."""
 
     kind: Literal["cuda", "interpreter", "other"]
     name: str
@@ -64,7 +65,8 @@ def profile(index: int, assume: tuple[int, int] | None = None) -> DeviceProfile:
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         # TMA came with sm_90, and Triton's host-side descriptors with 3.4.
         properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
-        properties.major == 8 and _prefetching_triton(),
+        (properties.major == 8 or (properties.major, properties.minor) == (10, 0))
+        and _prefetching_triton(),
     )
 
 
@@ -78,7 +80,7 @@ def _assumed(capability: tuple[int, int]) -> DeviceProfile:
 
 @functools.cache
 def _prefetching_triton() -> bool:
-    """Whether Triton does that on sm_80, 86 and 89: from 3.8 on, seen in the code that it makes."""
+    """Whether Triton does that on sm_80, 86, 89 and 100: from 3.8 on, by the code that it makes."""
     for name in ("triton", "triton-windows"):
         # A report must be had where packaging is missing, or the version is none.
         with contextlib.suppress(metadata.PackageNotFoundError, ImportError, ValueError):
@@ -103,7 +105,7 @@ KNOWN = (
     DeviceProfile("cuda", "Jetson AGX Orin", (8, 7), 16, 163 * KIB, False, _prefetching_triton()),
     DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB, False, _prefetching_triton()),
     DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB, True),
-    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True),
+    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True, _prefetching_triton()),
     DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB, True),
     DeviceProfile("cuda", "Jetson AGX Thor", (11, 0), 20, 227 * KIB, True),
     DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB, True),

@@ -91,7 +91,8 @@ def store_tile(
     in_m = m < M - m0
     x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
     # M * N may exceed 2^31.
-    rows = m0.to(tl.int64) * N + m.to(tl.int64) * N
+    start = m0.to(tl.int64) * N
+    rows = m * N
     # A residual takes as many registers as the tile: half of it at a time does not spill.
     PARTS: tl.constexpr = 2 if HAS_RESIDUAL else 1
     PART_N: tl.constexpr = BLOCK_N // PARTS
@@ -105,7 +106,7 @@ def store_tile(
             x_scale,
             w_scale_ptr,
             bias_ptr,
-            residual_ptr,
+            residual_ptr + start,
             residual_scale_ptr,
             rows,
             in_m,
@@ -117,7 +118,7 @@ def store_tile(
             d_ptr.dtype.element_ty,
         )
         mask = in_m[:, None] & (n < N)[None, :]
-        tl.store(d_ptr + (rows[:, None] + n[None, :]), out, mask=mask)
+        tl.store(d_ptr + start + (rows[:, None] + n[None, :]), out, mask=mask)
 
 
 @triton.jit

@@ -92,7 +92,7 @@ def store_tile(
     x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
     # M * N may exceed 2^31.
     start = m0.to(tl.int64) * N
-    rows = m * N
+    rows = m.to(tl.int64) * N
     # A residual takes as many registers as the tile: half of it at a time does not spill.
     PARTS: tl.constexpr = 2 if HAS_RESIDUAL else 1
     PART_N: tl.constexpr = BLOCK_N // PARTS

@@ -6,13 +6,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import ck_patch
+from ck_patch import shapes
 
-# Of one matrix. Far above it, torch cannot even express the size.
-_MOST_ELEMENTS = 2**40
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +49,11 @@ def _command(options: argparse.Namespace) -> int:
         from ck_patch import info
 
         code = info.run(as_json=options.json)
+    elif options.command == "bench":
+        from ck_patch import bench
+
+        sets = options.shapes or shapes.load()
+        code = bench.run(sets, options.quick, json_path=options.json, plot_path=options.plot)
     else:
         from ck_patch import demo
 
@@ -79,9 +85,31 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--shape",
         metavar="MxNxK",
-        type=_shape,
+        type=_understood(shapes.parse),
         action="append",
         help="run this shape instead of the usual ones (x is [M, K], weight is [N, K]); repeatable",
+    )
+    bench = commands.add_parser(
+        "bench",
+        help="time the INT8 GEMM, the quantizers, the whole linear and the host against stock, "
+        "BF16, cuBLAS INT8 and FP8; needs an NVIDIA GPU",
+    )
+    bench.add_argument(
+        "--shapes",
+        metavar="SET|FILE|MxNxK,...",
+        type=_understood(shapes.select),
+        help="measure these instead of all sets of layer shapes: names of sets, shapes (x is "
+        "[M, K], weight is [N, K]), or files of the form of ck_patch/data/shapes.json",
+    )
+    bench.add_argument("--quick", action="store_true", help="the first shape of each set alone")
+    bench.add_argument(
+        "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
+    )
+    bench.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=_plot,
+        help="draw the rows too (or FILE.svg, FILE.pdf); needs matplotlib",
     )
     return parser
 
@@ -104,15 +132,19 @@ def _file(text: str) -> Path:
     return path
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    sizes = text.lower().split("x")
-    if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text} is not of the form MxNxK")
-    if max(map(len, sizes)) > 10:
-        raise argparse.ArgumentTypeError(f"{text[:60]} is larger than any GPU's memory")
-    m, n, k = map(int, sizes)
-    if max(m * k, n * k, m * n) > _MOST_ELEMENTS:
-        raise argparse.ArgumentTypeError(f"{text} is larger than any GPU's memory")
-    if min(m, n, k) < 1:
-        raise argparse.ArgumentTypeError(f"{text} has nothing to compute")
-    return m, n, k
+def _plot(text: str) -> Path:
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} does not end with .png, .svg or .pdf")
+    return _file(text)
+
+
+def _understood(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """For argparse, which shows the text of no other error."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert

@@ -31,8 +31,35 @@ def graph_times(
     and temperature are the same for all; the median counts. The functions run on the same tensors
     every time: inputs below the size of the L2 are read from it.
     """
-    graphs = {name: captured(function, span) for name, function in functions.items()}
+    recorder = Recorder(span)
+    graphs = {name: recorder.capture(function) for name, function in functions.items()}
     return replay_times(graphs, rounds)
+
+
+class Recorder:
+    """Captures functions one after the other, each as often as it takes about `span` seconds.
+
+    The graphs share their memory, on the current device: each writes over the results of others.
+    """
+
+    def __init__(self, span: float) -> None:
+        self._span = span
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Function) -> Captured:
+        """A graph that repeats the function, at least once and at most 50 times."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            function()  # Compiles, loads modules and makes handles, all forbidden under capture.
+            once = _milliseconds(function)
+            calls = max(1, min(50, int(self._span * 1e3 / max(once, 1e-3))))
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                for _ in range(calls):
+                    function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return Captured(graph, calls)
 
 
 def replay_times(graphs: Mapping[Name, Captured], rounds: int) -> dict[Name, float]:
@@ -86,7 +113,7 @@ def replayed(function: Callable[[], T], spoil: Callable[[T], object] | None = No
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        function()  # As in captured.
+        function()  # As in Recorder.
         with torch.cuda.graph(graph, stream=stream):
             result = function()
     torch.cuda.current_stream().wait_stream(stream)
@@ -97,25 +124,6 @@ def replayed(function: Callable[[], T], spoil: Callable[[T], object] | None = No
     return result
 
 
-def captured(
-    function: Function, span: float, pool: tuple[int, int] | None = None
-) -> Captured:
-    """Capture `function` as often as it takes about `span` seconds, at least once, at most 50
-    times. Graphs of one memory `pool` write over each other's results."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        function()  # Compiles, loads modules and makes handles, all forbidden under capture.
-        once = _milliseconds(function)
-        calls = max(1, min(50, int(span * 1e3 / max(once, 1e-3))))
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            for _ in range(calls):
-                function()
-    torch.cuda.current_stream().wait_stream(stream)
-    return Captured(graph, calls)
-
-
 def _milliseconds(function: Function) -> float:
     """What the current stream takes for it, from end to end."""
     start = torch.cuda.Event(enable_timing=True)
@@ -124,4 +132,5 @@ def _milliseconds(function: Function) -> float:
     function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    elapsed: float = start.elapsed_time(end)
+    return elapsed

@@ -1,4 +1,4 @@
-"""What `demo` and `bench` need before they run: torch, a GPU or none, and a patched comfy_kitchen."""
+"""What `demo` and `bench` ask for before they run: torch, a GPU, a patched comfy_kitchen."""
 
 from __future__ import annotations
 

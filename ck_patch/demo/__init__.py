@@ -74,4 +74,3 @@ def _command(json_path: Path | None, shapes: Sequence[Shape] | None) -> list[str
     for m, n, k in shapes or ():
         command += ["--shape", f"{m}x{n}x{k}"]
     return command
-

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="Triton interprets, it co
 
 
 def compiled(config: TileConfig) -> Any:
-    from tests.class_sm80 import Sm80Kernel
+    from ck_patch.bench.class_sm80 import Sm80Kernel
 
     class CompiledOnly(Sm80Kernel):
         def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]:

@@ -1,0 +1,73 @@
+"""The `bench` command: stock, ours, BF16, cuBLAS INT8 and FP8 beside one another on this GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from ck_patch import activation, files, prerequisites
+from ck_patch.prerequisites import Missing
+from ck_patch.shapes import Sets, unique
+
+
+def run(sets: Sets, quick: bool, *, json_path: Path | None, plot_path: Path | None) -> int:
+    """Measure the shapes, the first of each set alone if `quick`, print tables and write the files;
+    1 if a result differs from stock's or nothing can be measured."""
+    try:
+        return _run(sets, quick, json_path, plot_path)
+    except Missing as reason:
+        return prerequisites.refuse("bench", reason)
+
+
+def _run(sets: Sets, quick: bool, json_path: Path | None, plot_path: Path | None) -> int:
+    if plot_path is not None:
+        try:
+            importlib.import_module("matplotlib.figure")
+        except (Exception, SystemExit) as error:
+            raise Missing(
+                f"--plot needs matplotlib ({type(error).__name__}: {error}); "
+                f"install it with {activation.pip_install('matplotlib')}"
+            ) from None
+    if not prerequisites.has_gpu():
+        raise Missing("torch finds no NVIDIA GPU, and there is nothing to time without one")
+    prerequisites.patch()
+    stamp = prerequisites.stamped("bench")
+    from ck_patch.bench import measuring, show
+
+    wanted = {name: shapes[:1] for name, shapes in sets.items()} if quick else sets
+    found = measuring.measure(unique(wanted))
+    show.show(found.rows)
+    if json_path is not None:
+        files.write_json(json_path, document(stamp, found))
+    if plot_path is not None:
+        from ck_patch.bench import plot
+
+        title = ", ".join(f"{name} {text}" for name, text in stamp.items() if text)
+        files.write(plot_path, plot.draw(found.rows, title, plot_path.suffix))
+    print()
+    for name, reason in found.skipped.items():
+        print(f"{name}: skipped, {reason}")
+    for problem in found.problems:
+        print(f"ck_patch bench: {problem}", file=sys.stderr)
+    if found.problems or not found.rows:
+        print("NOT every result was as promised.")
+        return 1
+    print(f"All {len(found.rows)} rows are equal to stock.")
+    return 0
+
+
+def document(stamp: dict[str, str | None], found: Any) -> dict[str, Any]:
+    """What --json writes; `found` is a `measuring.Found`."""
+    from ck_patch.bench import rows, show
+
+    return {
+        "stamp": stamp,
+        "how": show.HOW,
+        "means": [dataclasses.asdict(mean) for mean in rows.means(found.rows)],
+        "rows": [row.as_json() for row in found.rows],
+        "skipped": found.skipped,
+        "problems": found.problems,
+    }

@@ -1,0 +1,116 @@
+"""The rows of a benchmark as a picture: how many times as fast as stock, shape by shape."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ck_patch.bench.rows import QUANTIZERS, Row
+
+_OURS, _BF16, _FP8, _COPY = "#2a78b5", "#d9822b", "#7d4aa8", "#4a4a4a"
+_WORSE, _GRID = "#c0504d", "#dddddd"
+_TITLES = {
+    "gemm": "INT8 GEMM",
+    "int8_linear": "int8_linear",
+    "int8_linear_convrot": "int8_linear, ConvRot",
+    "quantize": "row quantizer",
+    "quantize_convrot": "ConvRot quantizer",
+}
+_MARKS: Mapping[str, tuple[str, str, str]] = {
+    "bf16": ("D", _BF16, "BF16 F.linear"),
+    "fp8": ("|", _FP8, "FP8 GEMM alone (limit)"),
+    "copy": ("|", _COPY, "copy of as many bytes (limit)"),
+}
+
+
+def draw(rows: Sequence[Row], title: str, suffix: str) -> bytes:
+    """The picture, in the format of that suffix: a panel for each operation, bars for ours, marks
+    for the others, stock at 1."""
+    from matplotlib.figure import Figure
+
+    graph = [row for row in rows if row.timing == "graph"]
+    upper = [op for op in _TITLES if op not in QUANTIZERS and any(r.op == op for r in graph)]
+    lower = [op for op in _TITLES if op in QUANTIZERS and any(r.op == op for r in graph)]
+    bands = [ops for ops in (upper, lower) if ops]
+    heights = [1.2 + 0.23 * max(_count(graph, op) for op in ops) for ops in bands]
+    figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for part, ops in zip(_parts(figure, heights), bands, strict=True):
+        panels = part.subplots(1, len(ops), sharey=True, squeeze=False)[0]
+        shapes = _shapes(graph, ops)
+        for panel, op in zip(panels, ops, strict=True):
+            _panel(panel, op, {row.shape: row for row in graph if row.op == op}, shapes)
+        handles: dict[str, Any] = {}
+        for panel in panels:
+            found, labels = panel.get_legend_handles_labels()
+            handles |= dict(zip(labels, found, strict=True))
+        part.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
+        )
+    content = io.BytesIO()
+    figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)
+    return content.getvalue()
+
+
+def _parts(figure: Any, heights: Sequence[float]) -> Sequence[Any]:
+    found: Sequence[Any] = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[
+        :, 0
+    ]
+    return found
+
+
+def _count(rows: Sequence[Row], op: str) -> int:
+    return sum(row.op == op for row in rows)
+
+
+def _shapes(rows: Sequence[Row], ops: Sequence[str]) -> list[str]:
+    """The largest last: it is drawn at the top."""
+    mine = [row for row in rows if row.op in ops]
+    ordered = sorted(mine, key=lambda row: (row.m, row.n or 0, row.k))
+    return list(dict.fromkeys(row.shape for row in ordered))
+
+
+def _panel(panel: Any, op: str, rows: Mapping[str, Row], shapes: Sequence[str]) -> None:
+    panel.set_title(_TITLES[op], fontsize=10)
+    panel.set_yticks(range(len(shapes)), shapes, fontsize=7)
+    panel.set_ylim(-0.7, len(shapes) - 0.3)
+    panel.set_xlabel("times as fast as stock", fontsize=8)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.grid(axis="x", color=_GRID)
+    panel.set_axisbelow(True)
+    panel.axvline(1, color="black", linewidth=1, label="stock")
+    at = {shape: place for place, shape in enumerate(shapes)}
+    bars = {at[shape]: ratio for shape, row in rows.items() if (ratio := row.ratio("stock"))}
+    colors = [_OURS if ratio >= 1 else _WORSE for ratio in bars.values()]
+    panel.barh(list(bars), list(bars.values()), color=colors, height=0.7)
+    # For the legend, whichever color the first bar has.
+    panel.barh([], [], color=_OURS, label="ours (red: slower than stock)")
+    for place, ratio in bars.items():
+        panel.annotate(
+            f"{ratio:.2f}",
+            (0, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=6.5,
+            color="white",
+        )
+    for contender, (marker, color, label) in _MARKS.items():
+        marks = {
+            at[shape]: ratio
+            for shape, row in rows.items()
+            if (ratio := row.ratio("stock", contender))
+        }
+        if marks:
+            panel.plot(
+                list(marks.values()),
+                list(marks),
+                linestyle="none",
+                marker=marker,
+                color=color,
+                markersize=4 if marker == "D" else 9,
+                markeredgewidth=1 if marker == "D" else 2,
+                label=label,
+            )
+    panel.set_xlim(left=0)

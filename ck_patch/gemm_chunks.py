@@ -18,8 +18,7 @@ TILE = 128
 """Pieces are made of whole tiles of a GEMM kernel, but for the last one of each axis."""
 
 _WIDE = 1024
-# Narrower than this a piece of the weight costs the GEMM more than an accumulator that stays in
-# the L2 saves its epilogue.
+"""Columns that pieces of many rows have all the same: narrower GEMMs are slower."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +45,16 @@ class Pieces:
     columns: list[slice]
 
 
-def pieces(m: int, n: int, k: int, storage: Storage, l2_bytes: int = 0) -> Pieces:
+def pieces(m: int, n: int, k: int, storage: Storage) -> Pieces:
     """Few large pieces of an [m, n] output of depth `k`, each within BUDGET (for `k` to 2**21).
 
-    The accumulator of a piece also stays within half of an L2 of `l2_bytes` where that leaves the
-    piece wide.
+    Columns are cut first, since cutting rows as well has one operand made several times. Smaller
+    pieces, whose accumulators would stay in an L2, gain nothing: on one H200 the GEMM and the
+    launches lose more than the epilogue, which is not bound by memory, saves.
     """
-    third = BUDGET // 3
-    if storage.x:
-        rows = _at_most(m, third, k * storage.x, min(n, _WIDE) * storage.accumulator)
-        columns = _at_most(n, third, k * storage.weight, rows * storage.accumulator)
-    else:  # x, read in place, leaves its third to the accumulator.
-        columns = _at_most(n, third, k * storage.weight)
-        rows = _at_most(m, 2 * third, columns * storage.accumulator)
-    in_l2 = _at_most(n, l2_bytes // 2, rows * storage.accumulator)
-    if in_l2 >= _WIDE:
-        columns = min(columns, in_l2)
+    rows = _at_most(m, BUDGET // 2, k * storage.x, min(n, _WIDE) * storage.accumulator)
+    left = BUDGET - rows * k * storage.x
+    columns = _at_most(n, left, k * storage.weight + rows * storage.accumulator)
     return Pieces(even(m, rows), even(n, columns))
 
 

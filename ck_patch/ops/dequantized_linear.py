@@ -119,8 +119,10 @@ def dequantized_linear(
     that divides K, each G elements of a row of x are rotated by it first (ConvRot): as a GEMM of
     its own, in the rotated basis that the weight is in.
 
-    Every finite x gives finite sums: what overflows is the output dtype. An infinity or a NaN in x
-    leaves nothing finite in its row, and does not leave its row. Takes at most CHUNK_BYTES beyond
+    Every finite x gives finite sums: what overflows is the output dtype. A rotated value of a
+    float16 x is rounded to a multiple of at most 2**-24 times the root of G, besides the rounding
+    to float16. An infinity or a NaN in x leaves nothing finite in its row, and does not leave its
+    row. Takes at most CHUNK_BYTES beyond
     the output, does not synchronize, and neither heeds nor changes torch's switches for float16
     accumulation and reductions. Not differentiable.
     """
@@ -144,31 +146,36 @@ class _Call:
         compute: torch.dtype,
         hadamard: torch.Tensor | None,
     ) -> None:
-        k = x.shape[1]
         half = compute == torch.float16
         self.x, self.weight, self.compute = x, weight, compute
         self.entry = entry(x.device, compute)
         narrow = self.entry.wide is self.entry.narrow and not self.entry.widens
-        self.scaled = half and (narrow or x.dtype != compute or hadamard is not None)
+        self.scaled = half and (narrow or x.dtype != compute)
         """Whether rows of x are scaled by a power of two each."""
         in_place = _rows_in_place(x) if hadamard is None else x.is_contiguous()
         self.copied = self.scaled or x.dtype != compute or not in_place
-        # A row then is below 2 * factor, a sum of any of its products below 256 * factor * K, and
+        # A scaled row is below 2 * factor, a sum of any of its products below 256 * factor * K, and
         # both bounds outlive a rotation, which keeps the length of a vector (Cauchy-Schwarz).
         self.x_factor = 1.0
         if self.scaled:
-            self.x_factor = 2.0 ** min(0, math.floor(math.log2(_FLOAT16 / (2 * _INT8 * k))))
-        elif self.copied and not half:
+            bound = _FLOAT16 / (2 * _INT8 * x.shape[1])
+            self.x_factor = 2.0 ** min(0, math.floor(math.log2(bound)))
+        elif x.dtype == torch.float32 and not half:
             self.x_factor = _BFLOAT16_X
         self.w_factor = 1.0 if half else _BFLOAT16
         self.hadamard = None
         rotation = 1.0
         if hadamard is not None:
-            rotation = 1.0 if half else _BFLOAT16_X
+            if not half:
+                rotation = _BFLOAT16_X
+            elif not self.scaled:
+                # Rotated values are at most the root of G, a power of two, times those of x.
+                rotation = 1 / math.sqrt(hadamard.shape[0])
             self.hadamard = (hadamard.t() * rotation).to(compute).contiguous()
-        self.w_scale = weight_scale.reshape(1, -1).float() / (
-            self.x_factor * self.w_factor * rotation
-        )
+        self.w_scale = weight_scale.reshape(1, -1).float()
+        factor = self.x_factor * self.w_factor * rotation
+        if factor != 1:
+            self.w_scale = self.w_scale / factor
         self.bias = None if bias is None else bias.reshape(1, -1).float()
 
     def pieces(self) -> Pieces:
@@ -179,7 +186,7 @@ class _Call:
             x += 2 + widened
         # A narrow accumulator is widened by the epilogue.
         wide = self.entry.widens or self.entry.wide is not self.entry.narrow
-        return pieces(m, n, k, Storage(x, 2 + widened, 4 if wide else 6), _l2_bytes(self.x.device))
+        return pieces(m, n, k, Storage(x, 2 + widened, 4 if wide else 6))
 
     def into(self, out: torch.Tensor) -> None:
         """Write the result. What is dearer to make again is made in the outer loop."""
@@ -202,28 +209,21 @@ class _Call:
     def _operand(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """These rows of x for the GEMM, and the factors [m, 1] that its output has to get back."""
         a, row_scale = x, None
-        if self.copied:
-            if self.scaled:
-                row_scale = _power_of_two(x)
-                factor = self.x_factor / row_scale
-            else:
-                factor = self._constant(self.x_factor)
-            a = torch.mul(x, factor, out=torch.empty(x.shape, dtype=self.compute, device=x.device))
+        if self.scaled:
+            row_scale = _power_of_two(x)
+            a = _product(x, self.x_factor / row_scale, self.compute)
+        elif self.x_factor != 1:
+            a = _product(x, self.x_factor, self.compute)
+        elif self.copied:
+            a = _cast(x, self.compute)
         if self.hadamard is not None:
             groups = a.reshape(-1, self.hadamard.shape[0])
             a = self.entry.narrow(groups, self.hadamard).to(self.compute).view(x.shape)
         return a, row_scale
 
     def _dequantized(self, columns: slice) -> torch.Tensor:
-        weight = self.weight[columns]
-        if self.w_factor == 1.0:
-            return weight.to(self.compute, memory_format=torch.contiguous_format)
-        w = torch.empty(weight.shape, dtype=self.compute, device=weight.device)
-        return torch.mul(weight, self._constant(self.w_factor), out=w)
-
-    def _constant(self, value: float) -> torch.Tensor:
-        """A float32 that promotes what it is multiplied with, unlike a number."""
-        return torch.full((1, 1), value, dtype=torch.float32, device=self.x.device)
+        w = _cast(self.weight[columns], self.compute)
+        return w if self.w_factor == 1 else w.mul_(self.w_factor)
 
     def _piece(
         self,
@@ -240,10 +240,33 @@ class _Call:
             in_place = acc if acc.dtype == torch.float32 else None
             acc = torch.mul(acc, factor, out=in_place)
             factor = row_scale
-        if self.bias is None:
-            torch.mul(acc, factor, out=out)
-        else:
-            torch.addcmul(_cut(self.bias, columns), acc, factor, out=out)
+        _affine(acc, factor, None if self.bias is None else _cut(self.bias, columns), out)
+
+
+def _cast(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy. Unlike `to`, this reads and writes vectors on a GPU, whatever the dtypes:
+    the cast of an int8 weight takes half the time."""
+    copy = torch.empty(source.shape, dtype=dtype, device=source.device)
+    torch._foreach_copy_([copy], [source])
+    return copy
+
+
+def _product(x: torch.Tensor, factor: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    """x * factor, rounded once."""
+    return torch.mul(x, factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+def _affine(
+    acc: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write acc * factor + bias, rounded once; a float32 `acc` may be overwritten."""
+    if bias is None:
+        torch.mul(acc, factor, out=out)
+    elif acc.dtype == torch.float32 != out.dtype and out.is_contiguous():
+        # Operands of one dtype, and then a cast of all there is, are faster than both at once.
+        out.copy_(torch.addcmul(bias, acc, factor, out=acc))
+    else:
+        torch.addcmul(bias, acc, factor, out=out)
 
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -264,10 +287,3 @@ def _rows_in_place(x: torch.Tensor) -> bool:
 def _cut(values: torch.Tensor, columns: slice) -> torch.Tensor:
     """These columns of [1, N], or the [1, 1] that serves all."""
     return values if values.shape[1] == 1 else values[:, columns]
-
-
-@functools.cache
-def _l2_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -130,7 +130,7 @@ def test_its_error_is_not_above_that_of_stocks_int8_path(
     normal = torch.randn(24, 1024)
     outlier = normal.clone()
     outlier[:, 7::256] *= 200
-    for x in (normal, outlier, normal * torch.logspace(-3, 2, 24)[:, None]):
+    for x in (normal, outlier, normal * torch.logspace(-4, 2, 24)[:, None]):
         x = x.to(dtype)
         truth = exact(x, weight, scale, None, rotation)
         ours = dequantized_linear(x, weight, scale, None, dtype, compute, rotation)
@@ -292,6 +292,8 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.names.add(func.name())
+        if made is None:  # Of an operation on a list of tensors.
+            return made
         storage = made.untyped_storage()
         if not any(
             isinstance(given, torch.Tensor) and given.untyped_storage()._cdata == storage._cdata

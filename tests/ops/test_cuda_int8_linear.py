@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ck_patch.breaker import Breaker
 
@@ -39,12 +38,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = ModuleType(HOST)
     module.stock, module.rotated = [], []
 
-    def fill(x: object, q: object, scale: object, stochastic: bool, seed: int, stream: int) -> None:
-        assert (stochastic, seed, stream) == (False, 0, 7)
-        values, scales = quantize(from_dlpack(x))
-        from_dlpack(q).copy_(values)
-        from_dlpack(scale).copy_(scales)
-
     def rotate(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         module.rotated.append(group)
         return quantize(x)
@@ -55,11 +48,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     int8_linear.__module__ = HOST
     module.int8_linear = int8_linear
-    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True, quantize_int8_rowwise=fill)
+    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True)
     module._DISABLE_CUTLASS_INT8 = False
     module._CONVROT_FUSED_MAX_K = 512
     module._convrot_fused_shared_memory_fits = lambda x, k, group: True
     module._empty_cuda_tensor = lambda device, dtype: torch.empty(0, dtype=dtype)
+    module.quantize_int8_rowwise = quantize
     module.quantize_int8_rowwise_convrot64 = rotate
     monkeypatch.setitem(sys.modules, HOST, module)
     return module
@@ -190,7 +184,7 @@ def test_a_quantizer_that_fails_is_stocks_to_report_and_one_line_says_so(
     def broken(*_: object) -> None:
         raise RuntimeError("planted")
 
-    host._C.quantize_int8_rowwise = broken
+    host.quantize_int8_rowwise = broken
     for _ in range(3):
         assert op.function(**form()) == "stock"
     assert len(host.stock) == 3
@@ -216,7 +210,7 @@ def test_a_kernel_that_fails_gives_stocks_result_and_stays_out(
 
 
 def test_an_unaligned_weight_is_not_quantized_for(op: Any, host: Any) -> None:
-    host._C.quantize_int8_rowwise = None
+    host.quantize_int8_rowwise = None
     weight = torch.zeros(24 * 64 + 8, dtype=torch.int8)[8:].view(24, 64)
     assert op.function(**form(weight=weight)) == "stock"
 
@@ -253,7 +247,7 @@ def test_a_dead_context_and_an_interrupt_are_the_callers(op: Any, host: Any) -> 
         def broken(*_: object, error: BaseException = error) -> None:
             raise error
 
-        host._C.quantize_int8_rowwise = broken
+        host.quantize_int8_rowwise = broken
         with pytest.raises(type(error)):
             op.function(**form())
     assert host.stock == []

@@ -17,6 +17,9 @@ from ck_patch.measure import Function
 from ck_patch.shapes import Shape
 
 BF16 = torch.bfloat16
+Fp8 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""a float8_e4m3fn [M, K], b [N, K] and their scales, float32 [M, 1] and [1, N]."""
+
 _GROUP = 256
 # As many calls as a captured graph has at the most.
 _MOST_COPIES = 50
@@ -34,7 +37,7 @@ class Layer:
     x: torch.Tensor
     bias: torch.Tensor
     plain: torch.Tensor
-    fp8: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None
+    fp8: Fp8 | None
     copied: torch.Tensor
     target: torch.Tensor
 
@@ -52,14 +55,14 @@ class Layer:
             torch.randn(m, k, dtype=BF16, device="cuda"),
             inputs.bias.to(BF16),
             torch.randn(n, k, dtype=BF16, device="cuda"),
-            _fp8(shape),
+            fp8_operands(shape),
             copied,
             torch.empty_like(copied) if beside is None else beside.target,
         )
 
 
-def _fp8(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """a, b, and their scales, where `torch._scaled_mm` takes such a shape on this device."""
+def fp8_operands(shape: Shape) -> Fp8 | None:
+    """What `torch._scaled_mm` takes, where it takes such a shape on this device."""
     m, n, k = shape
     if torch.cuda.get_device_capability() < (8, 9) or m < 16 or k % 16 or n % 16:
         return None
@@ -67,6 +70,12 @@ def _fp8(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
         torch.randn(rows, k, dtype=BF16, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n)
     )
     return a, b, torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
+
+
+def fp8_mm(operands: Fp8) -> torch.Tensor:
+    """cuBLAS FP8: at the same width of the operands, the most that the chip does in practice."""
+    a, b, x_scale, w_scale = operands
+    return torch._scaled_mm(a, b.T, x_scale, w_scale, out_dtype=BF16)
 
 
 class Declined(Exception):
@@ -132,8 +141,7 @@ def int_mm(layer: Layer) -> torch.Tensor:
 def fp8(layer: Layer) -> torch.Tensor:
     if layer.fp8 is None:
         raise Declined
-    a, b, x_scale, w_scale = layer.fp8
-    return torch._scaled_mm(a, b.T, x_scale, w_scale, out_dtype=BF16)
+    return fp8_mm(layer.fp8)
 
 
 def copy(layer: Layer) -> torch.Tensor:

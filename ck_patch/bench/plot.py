@@ -36,7 +36,9 @@ def draw(rows: Sequence[Row], title: str, suffix: str) -> bytes:
     heights = [1.2 + 0.23 * max(_count(graph, op) for op in ops) for ops in bands]
     figure = Figure(figsize=(14, sum(heights) + 1.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    for part, ops in zip(_parts(figure, heights), bands, strict=True):
+    # Without a band there is nothing but the title.
+    parts = _parts(figure, heights) if bands else []
+    for part, ops in zip(parts, bands, strict=True):
         panels = part.subplots(1, len(ops), sharey=True, squeeze=False)[0]
         shapes = _shapes(graph, ops)
         for panel, op in zip(panels, ops, strict=True):
@@ -53,11 +55,9 @@ def draw(rows: Sequence[Row], title: str, suffix: str) -> bytes:
     return content.getvalue()
 
 
-def _parts(figure: Any, heights: Sequence[float]) -> Sequence[Any]:
-    found: Sequence[Any] = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[
-        :, 0
-    ]
-    return found
+def _parts(figure: Any, heights: Sequence[float]) -> list[Any]:
+    given = {"height_ratios": heights, "squeeze": False}
+    return [part for (part,) in figure.subfigures(len(heights), 1, **given)]
 
 
 def _count(rows: Sequence[Row], op: str) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ck_patch import shapes
+from ck_patch.bench.cases import fp8_mm, fp8_operands
 from ck_patch.measure import graph_times, host_times
 from tests.gpu.conftest import Record
 from tests.gpu.slot import entry, random_call, stock, stock_bias_dtype
@@ -26,16 +27,6 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def fp8_limit(m: int, n: int, k: int) -> Any:
-    """cuBLAS FP8 of the same operand width: what the chip does at the most. None where unknown."""
-    if torch.cuda.get_device_capability() < (8, 9) or m < 16 or k % 16 or n % 16:
-        return None
-    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
-    b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
-    xs, ws = torch.rand(m, 1, device="cuda"), torch.rand(1, n, device="cuda")
-    return lambda: torch._scaled_mm(a, b.T, xs, ws, out_dtype=BF16)
-
-
 def test_the_gemm_is_faster_than_stock_on_every_model_shape(record: Record) -> None:
     speedups: dict[shapes.Shape, float] = {}
     limits = []
@@ -48,9 +39,9 @@ def test_the_gemm_is_faster_than_stock_on_every_model_shape(record: Record) -> N
             "stock": lambda call=call, d=d: call.into(stock(), d),
             "ours": lambda call=call, d=d: call.into(entry(), d),
         }
-        limit = fp8_limit(m, n, k)
-        if limit is not None:
-            functions["fp8"] = limit
+        operands = fp8_operands((m, n, k))
+        if operands is not None:
+            functions["fp8"] = partial(fp8_mm, operands)
         times = graph_times(functions, rounds=5)
         speedups[m, n, k] = times["stock"] / times["ours"]
         fp8 = times.get("fp8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from tests.commands import running
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    import comfy_kitchen
+
+    # Wherever this process has it from.
+    host = Path(comfy_kitchen.__file__).parents[1]
+    return running.ck_patch("bench", *arguments, first=[host])
+
+
 def test_a_quick_run_measures_every_operation_and_everything_is_equal(tmp_path: Path) -> None:
     import torch
 
@@ -24,7 +33,7 @@ def test_a_quick_run_measures_every_operation_and_everything_is_equal(tmp_path: 
     if importlib.util.find_spec("matplotlib") is not None:
         arguments += ["--plot", str(picture)]
     begin = time.perf_counter()
-    done = running.ck_patch("bench", *arguments)
+    done = bench(*arguments)
     seconds = time.perf_counter() - begin
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(file.read_text(encoding="utf-8"))
@@ -55,7 +64,7 @@ def test_a_quick_run_measures_every_operation_and_everything_is_equal(tmp_path: 
 
 def test_a_small_shape_has_times_with_the_l2_cold(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    done = running.ck_patch("bench", "--shapes", "300x2048x2048", "--json", str(file))
+    done = bench("--shapes", "300x2048x2048", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     (row,) = (row for row in rows if row["op"] == "gemm" and row["timing"] == "graph")

@@ -68,6 +68,7 @@ def fits(
 # One program of the interpreter walks a tile in Python: few, small ones are quickest.
 INTERPRETER = TileConfig("pointer", 32, 32, 32, 4, 1, 8)
 
+
 @dataclass(frozen=True)
 class WaveCost:
     """Measured cost of a configuration: a launch of one wave takes `fixed_us` and, for each 1024

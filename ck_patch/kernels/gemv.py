@@ -1,0 +1,133 @@
+"""The linear of a few rows: y[m, n] = (sum over k of x[m, k] * w[n, k]) * scale[n] + bias[n].
+
+x float32, float16 or bfloat16 [M, K]; w int8 [N, K]; scale float32, 1 or N values; bias N values
+and y [M, N] of any of the dtypes of x. All is float32 until the one rounding to the dtype of y.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# A weight is at most 2^7 and K below 2^17: no sum of products with float32's largest x overflows.
+# Exact but for what is subnormal then, and float16 is exempt: it needs no help.
+_DOWN = tl.constexpr(2.0**-24)
+_UP = tl.constexpr(2.0**24)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K_UNITS"])
+def _gemv_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K_UNITS,
+    UNIT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program computes BLOCK_M x BLOCK_N of y, over the whole of K = K_UNITS * UNIT.
+
+    UNIT says what K is a multiple of, and so how wide a load may be. All tensors have three axes
+    from the start: then one layout serves x and w, and nothing is exchanged within the K loop.
+    """
+    K = K_UNITS * UNIT
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_m, in_n = m < M, n < N
+    # M * K and N * K may exceed 2^31.
+    x_ptrs = x_ptr + (m.to(tl.int64) * K)[:, None, None] + k[None, None, :]
+    w_ptrs = w_ptr + (n.to(tl.int64) * K)[None, :, None] + k[None, None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        in_k = (k < K - k0)[None, None, :]
+        w = tl.load(w_ptrs + k0, mask=in_n[None, :, None] & in_k, other=0).to(tl.float32)
+        x = tl.load(x_ptrs + k0, mask=in_m[:, None, None] & in_k, other=0.0).to(tl.float32)
+        if x_ptr.dtype.element_ty != tl.float16:
+            x *= _DOWN
+        acc += x * w
+    y = tl.sum(acc, axis=2)
+    if PER_CHANNEL:
+        scale = tl.load(scale_ptr + n, mask=in_n, other=0.0)[None, :]
+    else:
+        scale = tl.load(scale_ptr)
+    if x_ptr.dtype.element_ty != tl.float16:
+        scale *= _UP
+    y *= scale
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + (m.to(tl.int64) * N)[:, None] + n[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one program takes: `rows` of x by `columns` of y, `width` values of K to a thread."""
+
+    rows: int
+    columns: int
+    width: int
+    num_warps: int
+
+
+def _program(m: int) -> Program:
+    rows = min(triton.next_power_of_2(m), 8)
+    columns, width = {1: (4, 8), 2: (4, 8), 4: (4, 4), 8: (4, 4)}[rows]
+    return Program(rows, columns, width, 4)
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Write `out` on the current stream of the current device; compiles at the first call.
+
+    x float32, float16 or bfloat16 [M, K], weight int8 [N, K], scale float32 with 1 or N values,
+    bias of N values and out [M, N] of any of the dtypes of x: all are contiguous and on one device,
+    M, N and K positive, K below 2^17. The weight is read once for every 8 rows of x. The result
+    does not depend on anything but the operands, and on no other row of x.
+    """
+    _launch(_program(x.shape[0]), x, weight, scale, bias, out)
+
+
+def _launch(
+    program: Program,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    (m, k), n = x.shape, weight.shape[0]
+    unit = program.width if k % program.width == 0 else 1
+    _gemv_kernel[(triton.cdiv(n, program.columns), triton.cdiv(m, program.rows))](
+        x,
+        weight,
+        scale,
+        scale if bias is None else bias,
+        out,
+        m,
+        n,
+        k // unit,
+        unit,
+        scale.numel() > 1,
+        bias is not None,
+        program.rows,
+        program.columns,
+        program.width * 32 * program.num_warps,
+        num_warps=program.num_warps,
+        enable_fp_fusion=True,
+    )

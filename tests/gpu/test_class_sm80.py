@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ck_patch import shapes, tiles
-from ck_patch.kernels.launch import Operands
 from ck_patch.bench.class_sm80 import ClassGemm
+from ck_patch.kernels.launch import Operands
 from tests.gpu.conftest import Record
 from tests.gpu.slot import random_call, stock, stock_bias_dtype
 

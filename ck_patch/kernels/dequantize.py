@@ -46,6 +46,13 @@ def _dequantize_kernel(
     tl.store(out_ptr + first + offsets, (w * scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def constants(weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, ...]:
+    """What besides dtypes and alignments selects the binary for a call."""
+    k = weight.shape[1]
+    unit = 16 if k % 16 == 0 else 1
+    return unit, scale.numel() > 1, _ROWS, min(triton.next_power_of_2(k), _BLOCK_K)
+
+
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     """Write `out` on the current stream of the current device; compiles at the first call.
 
@@ -54,9 +61,7 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> 
     infinite: in float16 that takes a scale above 65504 / 127 = 515.
     """
     n, k = weight.shape
-    unit = 16 if k % 16 == 0 else 1
-    block_k = min(triton.next_power_of_2(k), _BLOCK_K)
-    grid = triton.cdiv(n, _ROWS) * triton.cdiv(k, block_k)
-    _dequantize_kernel[(grid,)](
-        weight, scale, out, n, k // unit, unit, scale.numel() > 1, _ROWS, block_k, num_warps=_WARPS
+    unit, *_, rows, block_k = given = constants(weight, scale)
+    _dequantize_kernel[(triton.cdiv(n, rows) * triton.cdiv(k, block_k),)](
+        weight, scale, out, n, k // unit, *given, num_warps=_WARPS
     )

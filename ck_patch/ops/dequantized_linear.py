@@ -84,7 +84,8 @@ WIDENED = Entry(_widened, _widened, widens=True)
 
 
 @functools.cache
-def _has_out_dtype() -> bool:
+def has_out_dtype() -> bool:
+    """Whether this torch lets a GEMM of 16-bit operands write float32."""
     return "dtype" in torch.ops.aten.mm.overloads()  # From torch 2.8 on.
 
 
@@ -99,7 +100,7 @@ def entry(device: torch.device, compute: torch.dtype) -> Entry:
     if compute == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         cudnn = torch.backends.cudnn
         return CONVOLUTION if cudnn.enabled and cudnn.is_available() else WIDENED
-    return FLOAT32_OUTPUT if _has_out_dtype() else SAME_OUTPUT
+    return FLOAT32_OUTPUT if has_out_dtype() else SAME_OUTPUT
 
 
 @torch.no_grad()
@@ -129,12 +130,13 @@ def dequantized_linear(
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
+    way = entry(x.device, compute)
     with torch.autocast(x.device.type, enabled=False):  # It would copy whole operands.
-        _Call(x, weight, weight_scale, bias, compute, hadamard).into(out)
+        DequantizedCall(x, weight, weight_scale, bias, compute, hadamard, way).into(out)
     return out
 
 
-class _Call:
+class DequantizedCall:
     """One linear: its operands, and the factors that keep 16-bit values in range."""
 
     def __init__(
@@ -145,14 +147,15 @@ class _Call:
         bias: torch.Tensor | None,
         compute: torch.dtype,
         hadamard: torch.Tensor | None,
+        entry: Entry,
     ) -> None:
         half = compute == torch.float16
         self.x, self.weight, self.compute = x, weight, compute
-        self.entry = entry(x.device, compute)
+        self.entry = entry
         narrow = self.entry.wide is self.entry.narrow and not self.entry.widens
         self.scaled = half and (narrow or x.dtype != compute)
         """Whether rows of x are scaled by a power of two each."""
-        in_place = _rows_in_place(x) if hadamard is None else x.is_contiguous()
+        in_place = rows_in_place(x) if hadamard is None else x.is_contiguous()
         self.copied = self.scaled or x.dtype != compute or not in_place
         # A scaled row is below 2 * factor, a sum of any of its products below 256 * factor * K, and
         # both bounds outlive a rotation, which keeps the length of a vector (Cauchy-Schwarz).
@@ -164,16 +167,16 @@ class _Call:
             self.x_factor = _BFLOAT16_X
         self.w_factor = 1.0 if half else _BFLOAT16
         self.hadamard = None
-        rotation = 1.0
+        self.rotation = 1.0
         if hadamard is not None:
             if not half:
-                rotation = _BFLOAT16_X
+                self.rotation = _BFLOAT16_X
             elif not self.scaled:
                 # Rotated values are at most the root of G, a power of two, times those of x.
-                rotation = 1 / math.sqrt(hadamard.shape[0])
-            self.hadamard = (hadamard.t() * rotation).to(compute).contiguous()
+                self.rotation = 1 / math.sqrt(hadamard.shape[0])
+            self.hadamard = (hadamard.t() * self.rotation).to(compute).contiguous()
         self.w_scale = weight_scale.reshape(1, -1).float()
-        factor = self.x_factor * self.w_factor * rotation
+        factor = self.x_factor * self.w_factor * self.rotation
         if factor != 1:
             self.w_scale = self.w_scale / factor
         self.bias = None if bias is None else bias.reshape(1, -1).float()
@@ -279,7 +282,7 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.clamp(exponent, min=_SMALLEST)
 
 
-def _rows_in_place(x: torch.Tensor) -> bool:
+def rows_in_place(x: torch.Tensor) -> bool:
     """Whether cuBLAS reads these rows where they are; torch would copy all of them otherwise."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 

@@ -20,9 +20,9 @@ from ck_patch.breaker import classify
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
-from ck_patch.ops.dequantized_linear import dequantized_linear
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.gemm import CODES, Int8Gemm
+from ck_patch.ops.half_linear import HalfLinear
 from ck_patch.route import Backend, DevicePath, device_path
 
 _COMPUTE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,6 +49,7 @@ class Int8Linear:
         reference = getattr(references, backend)(self._host)
         self._gemm = Int8Gemm(operation, backend, reference, context)
         self._failures = Failures(operation, context.breaker)
+        self._half = HalfLinear(operation, context.breaker)
         self._quantizer = _QUANTIZERS[backend]
         self._names = frozenset(inspect.signature(stock).parameters)
         self._paths: dict[int, DevicePath] = {}
@@ -226,7 +227,7 @@ class Int8Linear:
             hadamard = self._host._build_hadamard(group, device=x.device, dtype=x.dtype)
         compute = _COMPUTE[self._path(device).path]
         try:
-            return dequantized_linear(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
+            return self._half(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
         except Exception as error:
             self._failures.account(error, device)
             return None

@@ -279,7 +279,7 @@ def volta(eager_host: Any, breaker: Breaker) -> Bench:
 def test_a_dequantized_linear_that_fails_is_not_tried_again(
     volta: Bench, breaker: Breaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ck_patch.ops import int8_linear
+    from ck_patch.ops import half_linear
 
     tries: list[int] = []
 
@@ -287,7 +287,7 @@ def test_a_dequantized_linear_that_fails_is_not_tried_again(
         tries.append(1)
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
-    monkeypatch.setattr(int8_linear, "dequantized_linear", broken)
+    monkeypatch.setattr(half_linear.HalfLinear, "__call__", broken)
     for _ in range(3):
         given = form()
         assert torch.equal(volta.ours(**given), volta.stock(**given))
@@ -300,14 +300,14 @@ def test_a_dequantized_linear_that_fails_is_not_tried_again(
 def test_memory_and_a_dead_context_mean_the_same_on_the_dequantized_path(
     volta: Bench, breaker: Breaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ck_patch.ops import int8_linear
+    from ck_patch.ops import half_linear
 
     given = form()
 
     def broken(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(int8_linear, "dequantized_linear", broken)
+    monkeypatch.setattr(half_linear.HalfLinear, "__call__", broken)
     error: Exception = MEMORY
     for _ in range(2):
         assert torch.equal(volta.ours(**given), volta.stock(**given))

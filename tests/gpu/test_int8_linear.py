@@ -82,8 +82,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_every_number_of_rows_equals_stock(backend: str, record: Record) -> None:
     given = layer(2048, 2048)
     x = bf16(260, 2048)
-    # One configuration compiles for all of these in stock's Triton kernel, tuning aside.
-    rows = range(261) if backend == "eager" else (0, 1, 2, 15, 16, 17, 64, 77, 128, 129, 257, 260)
+    # Stock's Triton kernel is tuned anew for each of them.
+    rows = range(261) if backend == "eager" else (0, 1, 16, 17, 77, 129, 260)
     for m in rows:
         if m > 0:
             assert equal_to_stock(backend, x[:m], **given), m
@@ -145,6 +145,9 @@ def test_every_form_of_call_equals_stock(backend: str, record: Record, paths: li
     if backend == "triton":
         del forms["1-D"]  # Stock's takes it, and its quantizer needs two dimensions.
         del forms["one NaN"]  # Its maximum ignores NaN in an order of its own.
+        # Stock compiles six kernels for each set of dtypes.
+        kept = {f"{BF16} {dtype} to {dtype}" for dtype in FLOATS}
+        forms = {name: given for name, given in forms.items() if " to " not in name or name in kept}
     different = [name for name, given in forms.items() if not equal_to_stock(backend, **given)]
     assert different == []
     assert any(": triton " in line for line in paths if line.startswith(f"{backend}_int8_linear"))

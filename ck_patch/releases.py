@@ -54,17 +54,19 @@ _TRITON = (
     f"({_X_AND_WEIGHT}, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16"
 )
 _ROTATION = ", convrot: bool = False, convrot_groupsize: int = 256, input_act: str | None = None"
-_RESIDUAL = (
-    ", input_act_weight: torch.Tensor | None = None, input_act_eps: float = 0.0, "
-    "residual: torch.Tensor | None = None, residual_scale: torch.Tensor | None = None"
-)
-_QUANTIZE = (
-    "(x: torch.Tensor, stochastic_rounding: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]"
+_NORM = ", input_act_weight: torch.Tensor | None = None, input_act_eps: float = 0.0"
+_RESIDUAL = ", residual: torch.Tensor | None = None, residual_scale: torch.Tensor | None = None"
+_QUANTIZED = " -> tuple[torch.Tensor, torch.Tensor]"
+_QUANTIZE = f"(x: torch.Tensor, stochastic_rounding: int | None = 0){_QUANTIZED}"
+_QUANTIZE_CONVROT = (
+    "(weight_2d: torch.Tensor, group_size: int, stochastic_rounding: int | None = 0, "
+    "input_act: str | None = None"
 )
 
 
-def _signatures(linear: str, **more: str) -> Mapping[str, str]:
-    """By slot; `linear` is how the parameters of each int8_linear go on after the output dtype."""
+def _signatures(linear: str, quantize_convrot: str, **more: str) -> Mapping[str, str]:
+    """By slot; `linear` is how the parameters of each int8_linear go on after the output dtype,
+    `quantize_convrot` how those of the quantizer that rotates do after its activation."""
     return MappingProxyType(
         {
             **more,
@@ -76,17 +78,22 @@ def _signatures(linear: str, **more: str) -> Mapping[str, str]:
             "eager_int8_linear": f"{_TRITON}{linear}) -> torch.Tensor",
             "eager_quantize_rowwise": _QUANTIZE,
             "cuda_quantize_rowwise": _QUANTIZE,
+            "cuda_quantize_rowwise_convrot64": (
+                f"{_QUANTIZE_CONVROT}{quantize_convrot}){_QUANTIZED}"
+            ),
         }
     )
 
 
 RELEASES = (
-    Release("0.2.31", bias_dtype="float32", signatures=_signatures(_ROTATION)),
+    Release("0.2.31", bias_dtype="float32", signatures=_signatures(_ROTATION, "")),
     Release(
         "0.2.34",
         bias_dtype="output",
         signatures=_signatures(
-            _ROTATION + _RESIDUAL, cutlass_int8_dequant_residual=_CUTLASS_INT8_DEQUANT_RESIDUAL
+            _ROTATION + _NORM + _RESIDUAL,
+            _NORM,
+            cutlass_int8_dequant_residual=_CUTLASS_INT8_DEQUANT_RESIDUAL,
         ),
     ),
 )

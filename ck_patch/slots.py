@@ -70,6 +70,12 @@ SLOTS = (
         factory="ck_patch.ops.quantize_rows:build_cuda",
     ),
     Slot(
+        name="cuda_quantize_rowwise_convrot64",
+        bindings=(Binding("comfy_kitchen.backends.cuda", "", "quantize_int8_rowwise_convrot64"),),
+        signature="python",
+        factory="ck_patch.ops.quantize_rows:build_cuda_convrot",
+    ),
+    Slot(
         name="wrap_for_dlpack",
         # int8_decode binds it once more by from-import, for calls that are rare: it keeps stock's.
         bindings=(Binding("comfy_kitchen.backends.cuda", "", "_wrap_for_dlpack"),),

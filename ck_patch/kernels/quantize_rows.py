@@ -58,14 +58,14 @@ def _quantize_rows_kernel(
     for k0 in range(BLOCK_K, K, BLOCK_K):
         beyond = tl.load(x_ptrs + k0, mask=k < K - k0, other=0.0)
         largest = tl.maximum(largest, tl.max(_magnitude(beyond, EAGER), axis=0))
-    scale, s, low, high = _scales(largest, x_ptr.dtype.element_ty, EAGER, FINITE_MAX, TINY)
+    scale, s, low, high = scales(largest, x_ptr.dtype.element_ty, EAGER, FINITE_MAX, TINY)
     tl.store(scale_ptr + tl.program_id(0), scale)
 
-    reciprocal = _reciprocal(s, EAGER)
-    tl.store(q_ptrs, _quantize(first, s, reciprocal, low, high, EAGER), mask=k < K)
+    reciprocal = reciprocal_of(s, EAGER)
+    tl.store(q_ptrs, quantize(first, s, reciprocal, low, high, EAGER), mask=k < K)
     for k0 in range(BLOCK_K, K, BLOCK_K):
         beyond = tl.load(x_ptrs + k0, mask=k < K - k0, other=0.0)
-        quantized = _quantize(beyond, s, reciprocal, low, high, EAGER)
+        quantized = quantize(beyond, s, reciprocal, low, high, EAGER)
         tl.store(q_ptrs + k0, quantized, mask=k < K - k0)
 
 
@@ -80,7 +80,7 @@ def _magnitude(x, EAGER: tl.constexpr):
 
 
 @triton.jit
-def _scales(largest, DTYPE: tl.constexpr, EAGER: tl.constexpr, FINITE_MAX, TINY):
+def scales(largest, DTYPE: tl.constexpr, EAGER: tl.constexpr, FINITE_MAX, TINY):
     """The scale, the divisor s, and the bounds of q, from the largest magnitude of a row."""
     if EAGER:
         scale = largest.to(tl.float32, bitcast=True) * _ONE_127TH
@@ -98,7 +98,7 @@ def _scales(largest, DTYPE: tl.constexpr, EAGER: tl.constexpr, FINITE_MAX, TINY)
 
 
 @triton.jit
-def _reciprocal(s, EAGER: tl.constexpr):
+def reciprocal_of(s, EAGER: tl.constexpr):
     if EAGER:
         return tl.div_rn(1.0, s)
     elif _COMPILED:
@@ -111,7 +111,7 @@ def _reciprocal(s, EAGER: tl.constexpr):
 
 
 @triton.jit
-def _quantize(x, s, reciprocal, low, high, EAGER: tl.constexpr):
+def quantize(x, s, reciprocal, low, high, EAGER: tl.constexpr):
     """x / s in the dtype of x, rounded to int8."""
     wide = x.to(tl.float32)
     quotient = wide * reciprocal
@@ -176,16 +176,20 @@ class RowQuantizer:
         block_k, _ = _shape_of_program(k, x.dtype)
         return k // unit, unit, self._eager, finfo.max, finfo.tiny, block_k
 
+    def _num_warps(self, x: torch.Tensor) -> int:
+        return _shape_of_program(x.shape[1], x.dtype)[1]
+
     def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
         """Compile if need be and run on the current stream of the current device.
 
         x float32, float16 or bfloat16 [M, K]; q int8 [M, K] and scale float32, M values, are
         written in place. All are contiguous, on one device, 16-byte aligned; M and K are positive.
         """
-        _, num_warps = _shape_of_program(x.shape[1], x.dtype)
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self.kernel[x.shape[0], 1, 1](
-            x, q, scale, *self._arguments(x), num_warps=num_warps, enable_fp_fusion=False
+            *(x, q, scale, *self._arguments(x)),
+            num_warps=self._num_warps(x),
+            enable_fp_fusion=False,
         )
 
     def bind(self, x: torch.Tensor) -> Launch:

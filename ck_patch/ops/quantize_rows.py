@@ -23,6 +23,8 @@ from ck_patch.route import Backend, device_path
 _CHECKED_ROWS = 128
 # A process that meets more shapes than this binds them anew.
 _MAX_LAUNCHES = 4096
+# As far as stock's rotating kernel goes.
+_MAX_ROTATED_K = 16_384
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,14 +46,19 @@ class QuantizeRows:
     or as good as stock.
     """
 
+    _operation = "quantize_rowwise"
+    # Whether the eager backend can take over where the CUDA one has no kernels.
+    _eager_has_it = True
+    # Whether rows that are not contiguous are copied first, as stock does.
+    _any_strides = True
+
     def __init__(
         self, backend: Backend, stock: Function, fallback: Function, context: OpContext
     ) -> None:
         self._backend: Backend = backend
         self._stock = fallback
         self._settings = context.settings
-        self._operation = f"{backend}_quantize_rowwise"
-        self._failures = Failures(self._operation, context.breaker)
+        self._failures = Failures(f"{backend}_{self._operation}", context.breaker)
         self._first_use = FirstUse()
         self._paths: dict[int, str] = {}
         self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
@@ -59,29 +66,54 @@ class QuantizeRows:
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
         self._active = True
-        names = frozenset(list(inspect.signature(stock).parameters)[1:])
+        first, *others = inspect.signature(stock).parameters
+        self._names = tuple(others)
 
         # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
         @functools.wraps(stock)
-        def function(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if not args and first in kwargs:
+                args = (kwargs.pop(first),)
+            x = args[0] if args else None
             if (
                 not self._active
                 or type(x) is not torch.Tensor
                 or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
                 or torch.compiler.is_compiling()
             ):
-                return fallback(x, *args, **kwargs)
+                return fallback(*args, **kwargs)
             path = self._path(x.get_device())
-            if path == "eager":
-                return eager_host.module().quantize_int8_rowwise(x, *args, **kwargs)
-            if path != "triton" or ((args or kwargs) and not _is_plain(args, kwargs, names)):
-                return fallback(x, *args, **kwargs)
-            # Stock's Triton kernel takes rows for contiguous that are not.
-            x = x.contiguous()
+            if path == "eager" and self._eager_has_it:
+                return eager_host.module().quantize_int8_rowwise(*args, **kwargs)
+            if path != "triton" or not self._is_plain(args[1:], kwargs):
+                return fallback(*args, **kwargs)
+            if self._any_strides:
+                # Stock's Triton kernel takes rows for contiguous that are not.
+                args = (x := x.contiguous(), *args[1:])
             quantized = self._quantize(x)
-            return fallback(x, *args, **kwargs) if quantized is None else quantized
+            return fallback(*args, **kwargs) if quantized is None else quantized
 
         self._function = function
+
+    def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether what follows x is what stock takes, and means to round to nearest."""
+        if not (others or kwargs):
+            return True
+        if len(others) + len(kwargs) > len(self._names) or kwargs.keys() - self._names:
+            return False
+        return all(map(_rounds_to_nearest, (*others, *kwargs.values())))
+
+    def _takes(self, shape: torch.Size) -> bool:
+        return len(shape) == 2 or (len(shape) > 0 and self._backend != "triton")
+
+    def _new_quantizer(self) -> Any:
+        from ck_patch.kernels.quantize_rows import RowQuantizer
+
+        return RowQuantizer(self._backend)
+
+    def _quantize_by_stock(self, x: torch.Tensor) -> Quantized:
+        quantized: Quantized = self._stock(x)
+        return quantized
 
     @property
     def function(self) -> Function:
@@ -110,8 +142,7 @@ class QuantizeRows:
             x.dtype not in CODES
             or x.requires_grad
             or x.numel() == 0
-            or x.dim() == 0
-            or (x.dim() != 2 and self._backend == "triton")
+            or not (x.is_contiguous() and self._takes(x.shape))
             or (device < 0 and not interpreting())
             or x.data_ptr() % 16
             or self._failures.reason(device) is not None
@@ -131,9 +162,7 @@ class QuantizeRows:
         rows = x.view(-1, k)
         kernel = self._kernels.get((device, x.dtype, k))
         if kernel is None:
-            from ck_patch.kernels.quantize_rows import RowQuantizer
-
-            made = _Kernel(RowQuantizer(self._backend))
+            made = _Kernel(self._new_quantizer())
             kernel = self._kernels.setdefault((device, x.dtype, k), made)
         if not kernel.proven and not self._first_use.possible(device):
             return None
@@ -179,7 +208,7 @@ class QuantizeRows:
         # Rows start on 16 bytes at each multiple of 16.
         tail = max(0, x.shape[0] - _CHECKED_ROWS) // 16 * 16
         for rows in (slice(0, _CHECKED_ROWS), slice(tail, None)):
-            values, scales = self._stock(x[rows])
+            values, scales = self._quantize_by_stock(x[rows])
             same = (scale[rows] == scales) | (scale[rows].isnan() & scales.isnan())
             same &= (q[rows] == values).all(dim=1, keepdim=True)
             if self._backend == "triton":
@@ -190,18 +219,57 @@ class QuantizeRows:
         return None
 
 
-def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> bool:
-    """Whether what follows x is what stock takes, and means to round to nearest: rounding is
-    stochastic with a seed above zero."""
-    if len(args) + len(kwargs) > len(names) or kwargs.keys() - names:
-        return False
-    seeds = (*args, *kwargs.values())
-    return all(seed is None or (type(seed) is int and seed <= 0) for seed in seeds)
+class QuantizeRotatedRows(QuantizeRows):
+    """The same for the CUDA backend's quantizer that rotates rows in groups of 256 values.
+
+    It takes x [M, K], K a multiple of 256 up to 16384; further groups, seeds and activations are
+    stock's, and so is everything on a device that the kernels of the CUDA backend cannot run on.
+    """
+
+    _operation = "quantize_rowwise_convrot64"
+    _eager_has_it = False
+    _any_strides = False
+
+    def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = {**dict(zip(self._names, others, strict=False)), **kwargs}
+        # What is given twice or has no name is missing here.
+        if len(given) < len(others) + len(kwargs) or given.keys() - self._names:
+            return False
+        group = given.get("group_size")
+        return (
+            type(group) is int
+            and group == 256
+            and _rounds_to_nearest(given.get("stochastic_rounding"))
+            and given.get("input_act") is None
+            and given.get("input_act_weight") is None
+        )
+
+    def _takes(self, shape: torch.Size) -> bool:
+        return len(shape) == 2 and shape[1] % 256 == 0 and shape[1] <= _MAX_ROTATED_K
+
+    def _new_quantizer(self) -> Any:
+        from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
+
+        return ConvrotRowQuantizer()
+
+    def _quantize_by_stock(self, x: torch.Tensor) -> Quantized:
+        quantized: Quantized = self._stock(x, 256)
+        return quantized
+
+
+def _rounds_to_nearest(seed: object) -> bool:
+    """Rounding is stochastic with a seed above zero."""
+    return seed is None or (type(seed) is int and seed <= 0)
 
 
 def build_cuda(stock: Function, context: OpContext) -> QuantizeRows:
     """Make the op that replaces the CUDA backend's `quantize_int8_rowwise`."""
     return _build("cuda", stock, context)
+
+
+def build_cuda_convrot(stock: Function, context: OpContext) -> QuantizeRows:
+    """Make the op that replaces the CUDA backend's `quantize_int8_rowwise_convrot64`."""
+    return _build("cuda", stock, context, QuantizeRotatedRows)
 
 
 def build_eager(stock: Function, context: OpContext) -> QuantizeRows:
@@ -218,7 +286,12 @@ def build_triton(stock: Function, context: OpContext) -> QuantizeRows | triton_r
     return QuantizeRows("triton", stock, chunked.function, context)
 
 
-def _build(backend: Backend, stock: Function, context: OpContext) -> QuantizeRows:
+def _build(
+    backend: Backend,
+    stock: Function,
+    context: OpContext,
+    op: type[QuantizeRows] = QuantizeRows,
+) -> QuantizeRows:
     if context.check_first:
         raise Refused("a release newer than the tested ones may do other things in its quantizers")
-    return QuantizeRows(backend, stock, stock, context)
+    return op(backend, stock, stock, context)

@@ -306,3 +306,16 @@ def test_out_of_memory_in_ours_and_in_stock_reaches_the_caller_and_closes_nothin
     assert breaker.snapshot() == ()
     volta.calls.clear()
     right(volta, given)
+
+
+def test_each_gpu_of_a_mixed_host_has_its_own_path(
+    eager_host: Any, breaker: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the device of the tensors, whichever was asked first."""
+    mixed = Bench("eager", eager_host, breaker, assume=((0, (6, 1)), (1, (7, 0)), (None, (7, 5))))
+    given = form()
+    for device, by_stock in ((0, True), (1, False), (2, True), (1, False), (0, True)):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor, device=device: device)
+        mixed.calls.clear()
+        mixed.ours(**given)
+        assert bool(mixed.calls) == by_stock, device

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 import wrapt
 
-from ck_patch import log, notices
-from ck_patch.breaker import classify
+from ck_patch import notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import profile
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
+from ck_patch.ops.failures import decline, hand_over
 from ck_patch.ops.gemm import CODES, Int8Gemm
 from ck_patch.route import Path, device_path
 
@@ -87,17 +87,13 @@ class CudaInt8Linear:
         try:
             out = self._linear(**kwargs)
         except Exception as error:
-            # The GEMM accounts for its own failures. This is an argument that does not answer, or
-            # stock's quantizer: stock itself says it best, if the context is alive.
-            if classify(error) == "sticky":
-                raise
-            name = type(error).__name__
-            log.once(
-                f"cuda_int8_linear {name}",
-                f"cuda_int8_linear: {name} before the GEMM, such calls go to stock ({error})",
-            )
+            # The GEMM accounts for its own failures.
+            hand_over("cuda_int8_linear", error)
             out = None
-        return stock(**kwargs) if out is None else out
+        if out is not None:
+            return out
+        decline("cuda_int8_linear", kwargs.get("x"))
+        return stock(**kwargs)
 
     def _path(self, x: object) -> Path:
         """The path of the device that x is on."""

@@ -42,3 +42,21 @@ class Failures:
                 f"{self._operation} stays on stock on {where} ({reason}); "
                 "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
             )
+
+
+def hand_over(operation: str, error: Exception) -> None:
+    """Log that calls go to stock for an error that is not ours: an argument that does not answer,
+    or a step of the host's. Stock says it best; raises it again if the CUDA context is dead."""
+    failure = classify(error)
+    if failure == "sticky":
+        raise error
+    name = type(error).__name__
+    calls = "this call goes" if failure == "memory" else "such calls go"
+    log.once(f"{operation} {name}", f"{operation}: {name}, {calls} to stock ({error})")
+
+
+def decline(operation: str, x: object) -> None:
+    """Log, under CK_PATCH_LOG=path, that a form of call is stock's."""
+    if log.paths_wanted():
+        shape = "x".join(map(str, getattr(x, "shape", ())))
+        log.path(f"{operation}, x {shape}: stock (a form of call that ours does not take)")

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from ck_patch import log, notices
-from ck_patch.breaker import classify
+from ck_patch import notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
-from ck_patch.ops.failures import Failures
+from ck_patch.ops.failures import Failures, decline, hand_over
 from ck_patch.ops.gemm import CODES, Int8Gemm
 from ck_patch.ops.half_linear import HalfLinear
 from ck_patch.route import Backend, DevicePath, device_path
@@ -72,7 +71,10 @@ class Int8Linear:
             ):
                 return fallback(*args, **kwargs)
             out = self._attempt(args, kwargs)
-            return fallback(*args, **kwargs) if out is None else out
+            if out is not None:
+                return out
+            decline(self._operation, x)
+            return fallback(*args, **kwargs)
 
         self._function = function
 
@@ -89,16 +91,8 @@ class Int8Linear:
         try:
             return self._linear(*args, **kwargs)
         except Exception as error:
-            # The GEMM and the quantizer account for their own failures. This is an argument that
-            # does not answer, or a step of the host's: stock itself says it best, if the context
-            # is alive.
-            if classify(error) == "sticky":
-                raise
-            name = type(error).__name__
-            log.once(
-                f"{self._operation} {name}",
-                f"{self._operation}: {name}, such calls go to stock ({error})",
-            )
+            # The GEMM and the quantizer account for their own failures.
+            hand_over(self._operation, error)
             return None
 
     def _linear(

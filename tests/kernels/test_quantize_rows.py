@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,14 @@ over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 over_roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
-def quantize(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+def quantize(x: torch.Tensor, rounding: Rounding) -> Quantized:
+    return run(RowQuantizer(rounding), x)
+
+
+def run(quantizer: RowQuantizer, x: torch.Tensor) -> Quantized:
     """q and scale of one launch, in memory around which nothing changed."""
     m, k = x.shape
     # A multiple of 16 bytes on either side, more than the largest block would overrun.
@@ -42,7 +48,7 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.T
     # numpy's remarks on NaN and infinities are no concern of a kernel's.
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        RowQuantizer(rounding).run(x, q, scale)
+        quantizer.run(x, q, scale)
     assert torch.equal(x.nan_to_num(), before.nan_to_num())
     for memory, poison in ((values, POISON), (scales, 12.5)):
         assert memory[:margin].eq(poison).all()
@@ -61,31 +67,34 @@ def expected(x: torch.Tensor, rounding: Rounding) -> tuple[torch.Tensor, torch.T
             largest = np.fmax.reduce(magnitudes, axis=1, initial=0)  # Passes over NaN.
             largest = np.minimum(largest, np.float32(torch.finfo(x.dtype).max))
         scale = np.maximum(largest * np.float32(1 / 127), np.float32(1e-30)).astype(np.float32)
-        divisor = _narrowed(scale, x.dtype)[:, None]
+        divisor = narrowed(scale, x.dtype)[:, None]
         if rounding == "eager":
             divisor[divisor == 0] = torch.finfo(x.dtype).tiny
             quotient = values / divisor
         else:
             quotient = values * np.reciprocal(divisor)
-        rounded = np.rint(_narrowed(quotient, x.dtype))
+        rounded = np.rint(narrowed(quotient, x.dtype))
         nan = 0 if rounding == "eager" else -128
         q = np.clip(np.where(np.isnan(rounded), nan, rounded), -128, 127).astype(np.int8)
     return torch.from_numpy(q), torch.from_numpy(scale)
 
 
-def _narrowed(values: npt.NDArray[np.float32], dtype: torch.dtype) -> npt.NDArray[np.float32]:
+def narrowed(values: npt.NDArray[np.float32], dtype: torch.dtype) -> npt.NDArray[np.float32]:
     """Values rounded to what dtype can hold."""
     from tests.interpreter_facts import interpreter_rounding
 
     if dtype == torch.bfloat16 and interpreter_rounding().truncates_bfloat16:
         return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    narrowed: npt.NDArray[np.float32] = torch.from_numpy(values).to(dtype).float().numpy()
-    return narrowed
+    rounded: npt.NDArray[np.float32] = torch.from_numpy(values).to(dtype).float().numpy()
+    return rounded
 
 
 def assert_exact(x: torch.Tensor, rounding: Rounding, names: list[str] | None = None) -> None:
-    q, scale = quantize(x, rounding)
-    expected_q, expected_scale = expected(x, rounding)
+    assert_equal(quantize(x, rounding), expected(x, rounding), names)
+
+
+def assert_equal(found: Quantized, right: Quantized, names: list[str] | None = None) -> None:
+    (q, scale), (expected_q, expected_scale) = found, right
     same = (q == expected_q).all(dim=1)
     same &= (scale == expected_scale) | (scale.isnan() & expected_scale.isnan())
     wrong = (~same).nonzero().flatten().tolist()
@@ -140,13 +149,21 @@ def test_an_infinity_takes_the_scale_of_the_largest_finite_value(dtype: torch.dt
 def test_the_last_row_is_exact_beyond_2_31_elements(
     rounding: Rounding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    x, found = quantize_last_row(RowQuantizer(rounding), 131_073, 16_400, tmp_path, monkeypatch)
+    assert_equal(found, expected(x, rounding))
+
+
+def quantize_last_row(
+    quantizer: RowQuantizer, m: int, k: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, Quantized]:
+    """The last row of a float16 x [M, K], and what the program for it writes, there alone."""
     from triton.runtime import interpreter
 
     # The interpreter's int32 wraps as the GPU's does, so that a 32-bit offset would miss.
-    m, k = 131_073, 16_400
-    path = str(tmp_path / "x")  # A sparse file: only pages that are written take memory or disk.
+    assert (m - 1) * k >= 2**31
+    path = str(folder / "x")  # A sparse file: only pages that are written take memory or disk.
     x = torch.from_file(path, shared=True, size=m * k, dtype=torch.float16).view(m, k)
-    path = str(tmp_path / "q")
+    path = str(folder / "q")
     q = torch.from_file(path, shared=True, size=m * k, dtype=torch.int8).view(m, k)
     scale = torch.zeros(m)
     x[-1] = torch.randn(k)
@@ -156,14 +173,11 @@ def test_the_last_row_is_exact_beyond_2_31_elements(
         return last
 
     monkeypatch.setattr(interpreter.interpreter_builder, "create_get_program_id", program_id)
-    quantizer = RowQuantizer(rounding)
     quantizer.kernel[1, 1, 1](x, q, scale, *quantizer._arguments(x))
-    expected_q, expected_scale = expected(x[-1:], rounding)
-    assert torch.equal(q[-1:], expected_q)
-    assert torch.equal(scale[-1:], expected_scale)
     assert not q[0].any()
     assert not q[-2].any()
     assert not scale[:-1].any()
+    return x[-1:], (q[-1:], scale[-1:])
 
 
 @pytest.mark.interpreter
@@ -186,31 +200,33 @@ VARIANTS: tuple[tuple[Rounding, torch.dtype, int], ...] = (
 )
 
 
-@functools.cache
-def compiled(architecture: str, rounding: Rounding, dtype: torch.dtype, k: int) -> Any:
+def compiled(architecture: str, quantizer: RowQuantizer, dtype: torch.dtype, k: int) -> Any:
     """Triton's compiled kernel: `asm` by stage, and `metadata`."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ck_patch.kernels.quantize_rows import _shape_of_program
-
-    quantizer = RowQuantizer(rounding)
+    x = torch.empty(2, k, dtype=dtype, device="meta")
     names = list(quantizer.kernel.arg_names)
     types = ["*" + SHORT[str(dtype).removeprefix("torch.")], "*i8", "*fp32", "i32"]
-    _, *values = quantizer._arguments(torch.empty(2, k, dtype=dtype, device="meta"))
+    _, *values = quantizer._arguments(x)
     signature = dict(zip(names, types + ["constexpr"] * len(values), strict=True))
     constants = {(len(types) + index,): value for index, value in enumerate(values)}
     # What Triton's dispatcher says of the operands: every pointer is a multiple of 16, no integer
     # is specialised on.
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
     major, minor = GPUS[architecture].capability
-    _, num_warps = _shape_of_program(k, dtype)
     return triton.compile(
         ASTSource(quantizer.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", major * 10 + minor, 32),
-        options={"num_warps": num_warps, "enable_fp_fusion": False},
+        options={"num_warps": quantizer._num_warps(x), "enable_fp_fusion": False},
     )
+
+
+def assert_nothing_spills(kernel: Any, architecture: str, folder: Path) -> None:
+    usage = resource_usage(kernel.asm["cubin"], folder)
+    assert (usage["STACK"], usage["LOCAL"]) == (0, 0), dict(usage)
+    assert kernel.metadata.shared <= GPUS[architecture].shared_memory
 
 
 @compiles
@@ -219,10 +235,8 @@ def compiled(architecture: str, rounding: Rounding, dtype: torch.dtype, k: int) 
 def test_it_compiles_for_every_architecture_and_nothing_spills(
     architecture: str, rounding: Rounding, dtype: torch.dtype, k: int, tmp_path: Path
 ) -> None:
-    kernel = compiled(architecture, rounding, dtype, k)
-    usage = resource_usage(kernel.asm["cubin"], tmp_path)
-    assert (usage["STACK"], usage["LOCAL"]) == (0, 0), dict(usage)
-    assert kernel.metadata.shared <= GPUS[architecture].shared_memory
+    kernel = compiled(architecture, RowQuantizer(rounding), dtype, k)
+    assert_nothing_spills(kernel, architecture, tmp_path)
     # Aligned rows move 16 bytes at a time.
     assert ("ld.global.v4" in kernel.asm["ptx"]) == (k % 16 == 0)
 

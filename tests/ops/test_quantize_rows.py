@@ -24,13 +24,16 @@ MODULES = {
     "eager": ("comfy_kitchen.backends.eager.quantization", "quantize_int8_rowwise"),
     "triton": ("comfy_kitchen.backends.triton.quantization", "triton_quantize_rowwise"),
 }
+ROTATING = {
+    "cuda_convrot": ("comfy_kitchen.backends.cuda", "quantize_int8_rowwise_convrot64"),
+}
 
 
 class Op:
     """One quantizer of ours around a stock function that records, and answers if it can."""
 
     def __init__(self, backend: str, breaker: Breaker, **settings: Any) -> None:
-        module, name = MODULES[backend]
+        module, name = {**MODULES, **ROTATING}[backend]
         self.backend = backend
         self.stock = getattr(pytest.importorskip(module), name)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

@@ -1,0 +1,175 @@
+"""What breaks in the quantizers of the CUDA backend, on the GPU of `test_linear_failures`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ck_patch.breaker import Breaker
+from ck_patch.context import OpContext
+from ck_patch.kernels.quantize_rows import RowQuantizer
+from ck_patch.ops import quantize_rows
+from ck_patch.releases import RELEASES
+from ck_patch.settings import Settings
+from tests.kernels import test_quantize_rows as plain
+from tests.kernels import test_quantize_rows_convrot as rotating
+from tests.ops.test_linear_failures import ADA, DEVICE, MEMORY, STICKY, gpu, raising
+
+pytestmark = pytest.mark.interpreter
+
+__all__ = ["gpu"]
+
+
+class Quantizer:
+    """One op around a numpy quantizer for stock; `rows` has the rows of each call of that."""
+
+    def __init__(self, rotates: bool, breaker: Breaker) -> None:
+        self.operation = "cuda_quantize_rowwise" + ("_convrot64" if rotates else "")
+        self.rows: list[int] = []
+        self._group = (256,) if rotates else ()
+
+        def stock(x: torch.Tensor, *group: int) -> Any:
+            assert group == self._group
+            self.rows.append(len(x))
+            return self.exact(x)
+
+        def stock_convrot(
+            weight_2d: torch.Tensor, group_size: int, stochastic_rounding: int | None = 0
+        ) -> Any:
+            return stock(weight_2d, group_size)
+
+        context = OpContext(
+            Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
+        )
+        if rotates:
+            op = quantize_rows.build_cuda_convrot(stock_convrot, context)
+        else:
+            op = quantize_rows.build_cuda(stock, context)
+        self._function = op.function
+        self._rotates = rotates
+
+    def exact(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, scale = rotating.expected(x) if self._rotates else plain.expected(x, "cuda")
+        return q, scale[:, None]
+
+    def is_exact(self, m: int = 5, k: int = 256) -> bool:
+        x = torch.randn(m, k)
+        found = self._function(x, *self._group)
+        return all(map(torch.equal, found, self.exact(x)))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "rotating"])
+def quantizer(
+    request: pytest.FixtureRequest, breaker: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> Quantizer:
+    # The interpreter takes its time over each row.
+    monkeypatch.setattr(quantize_rows, "_CHECKED_ROWS", 16)
+    return Quantizer(request.param, breaker)
+
+
+def plant(fault: Callable[[Any], None], patch: pytest.MonkeyPatch) -> list[int]:
+    """Have `fault` follow each run of the kernel; returns the rows of each."""
+    good, rows = RowQuantizer.run, []
+
+    def run(self: RowQuantizer, *args: Any) -> None:
+        good(self, *args)
+        rows.append(len(args[0]))
+        fault(args)
+
+    patch.setattr(RowQuantizer, "run", run)
+    return rows
+
+
+def test_the_first_use_is_compared_with_stock_at_both_ends_and_later_ones_are_not(
+    quantizer: Quantizer, breaker: Breaker
+) -> None:
+    assert quantizer.is_exact(50)
+    assert quantizer.rows == [16, 18]
+    quantizer.rows.clear()
+    for m in (6, 5, 5):
+        assert quantizer.is_exact(m)
+    assert quantizer.rows == []
+    assert quantizer.is_exact(5, 512)
+    assert quantizer.rows == [5, 5]
+    assert breaker.snapshot() == ()
+
+
+@pytest.mark.parametrize("row", [0, 15, 32, 49])
+@pytest.mark.parametrize("which", [1, 2], ids=["q", "scale"])
+def test_a_kernel_that_is_wrong_once_is_never_used(
+    quantizer: Quantizer, breaker: Breaker, monkeypatch: pytest.MonkeyPatch, which: int, row: int
+) -> None:
+    def fault(args: Any) -> None:
+        if which == 1:
+            args[1][row, 17] += 1
+        else:
+            args[2].view(-1)[row] *= 1.0000002
+
+    ran = plant(fault, monkeypatch)
+    for _ in range(2):
+        assert quantizer.is_exact(50)
+    assert ran == [50]
+    (opened,) = breaker.snapshot()
+    assert (opened.operation, opened.device) == (quantizer.operation, str(DEVICE))
+    assert opened.reason == "differs from stock"
+
+
+def test_a_kernel_that_raises_is_not_tried_again(
+    quantizer: Quantizer,
+    breaker: Breaker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ran = plant(raising(RuntimeError("planted")), monkeypatch)
+    with caplog.at_level(logging.WARNING, "ck_patch"):
+        assert quantizer.is_exact()
+        assert quantizer.is_exact()
+    assert ran == [5]
+    (line,) = caplog.messages
+    assert f"{quantizer.operation} stays on stock on device 0 (RuntimeError: planted)" in line
+
+
+def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
+    quantizer: Quantizer, breaker: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        ran = plant(raising(MEMORY), patch)
+        assert quantizer.is_exact()
+        assert quantizer.is_exact()
+        assert ran == [5, 5]
+    assert breaker.snapshot() == ()
+    assert quantizer.is_exact()
+    quantizer.rows.clear()
+    assert quantizer.is_exact()
+    assert quantizer.rows == []
+
+
+@pytest.mark.parametrize("error", [STICKY, KeyboardInterrupt()], ids=["sticky", "interrupt"])
+def test_what_stock_cannot_help_is_the_callers(
+    quantizer: Quantizer, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    plant(raising(error), monkeypatch)
+    with pytest.raises(type(error)) as caught:
+        quantizer.is_exact()
+    assert caught.value is error
+    assert quantizer.rows == []
+
+
+def test_nothing_is_launched_before_a_graph_has_been_captured(
+    quantizer: Quantizer, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = plant(lambda args: None, monkeypatch)
+    gpu.capturing = True
+    assert quantizer.is_exact()
+    assert (ran, quantizer.rows) == ([], [5])
+    gpu.capturing = False
+    assert quantizer.is_exact()
+    gpu.capturing = True
+    quantizer.rows.clear()
+    assert quantizer.is_exact()
+    assert (ran, quantizer.rows) == ([5, 5], [])

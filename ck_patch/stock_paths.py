@@ -7,7 +7,12 @@ from typing import Literal
 
 from ck_patch.route import Backend
 
-Operation = Literal["int8_linear", "cutlass_int8_dequant", "quantize_int8_rowwise"]
+Operation = Literal[
+    "int8_linear",
+    "cutlass_int8_dequant",
+    "quantize_int8_rowwise",
+    "quantize_int8_rowwise_convrot64",
+]
 """A function of a backend; the second is the GEMM entry of the CUDA extension, with its residual
 form."""
 
@@ -15,6 +20,7 @@ OPERATIONS: tuple[tuple[Backend, Operation], ...] = (
     ("cuda", "int8_linear"),
     ("cuda", "cutlass_int8_dequant"),
     ("cuda", "quantize_int8_rowwise"),
+    ("cuda", "quantize_int8_rowwise_convrot64"),
     ("triton", "int8_linear"),
     ("triton", "quantize_int8_rowwise"),
     ("eager", "int8_linear"),
@@ -67,6 +73,10 @@ _FACTS: dict[tuple[Backend, Operation], tuple[Fact, ...]] = {
     ("cuda", "quantize_int8_rowwise"): (
         Fact((0, 0), _NO_IMAGE),
         Fact((7, 5), "a CUDA kernel"),
+    ),
+    ("cuda", "quantize_int8_rowwise_convrot64"): (
+        Fact((0, 0), _NO_IMAGE),
+        Fact((7, 5), "a CUDA kernel with the row in shared memory"),
     ),
     ("triton", "int8_linear"): (
         Fact(

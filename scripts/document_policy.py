@@ -34,6 +34,9 @@ TITLES: dict[Operation, str] = {
     "int8_linear": "`int8_linear`",
     "cutlass_int8_dequant": "`_C.cutlass_int8_dequant` and its residual form, the GEMM alone",
     "quantize_int8_rowwise": "`quantize_int8_rowwise`",
+    "quantize_int8_rowwise_convrot64": (
+        "`quantize_int8_rowwise_convrot64`, which rotates groups of 256 values first"
+    ),
 }
 COLUMNS = "\n| | GPUs | path | why | without ck_patch |\n|---|---|---|---|---|\n"
 FOOT = """
@@ -79,6 +82,8 @@ def _path(gpu: DeviceProfile, backend: Backend, operation: Operation) -> DeviceP
     if linear.path in ("float16", "bfloat16"):
         return DevicePath("stock", "the linears of this GPU do not quantize")
     if linear.path == "eager":
+        if operation == "quantize_int8_rowwise_convrot64":
+            return DevicePath("stock", "the eager backend has no such function")
         return linear
     return DevicePath(linear.path, "as `int8_linear`")
 

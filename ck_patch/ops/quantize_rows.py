@@ -231,14 +231,14 @@ class QuantizeRotatedRows(QuantizeRows):
     _any_strides = False
 
     def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if len(others) == 1 and not kwargs:  # As the host calls it.
+            return _is_group_of_256(others[0])
         given = {**dict(zip(self._names, others, strict=False)), **kwargs}
         # What is given twice or has no name is missing here.
         if len(given) < len(others) + len(kwargs) or given.keys() - self._names:
             return False
-        group = given.get("group_size")
         return (
-            type(group) is int
-            and group == 256
+            _is_group_of_256(given.get("group_size"))
             and _rounds_to_nearest(given.get("stochastic_rounding"))
             and given.get("input_act") is None
             and given.get("input_act_weight") is None
@@ -255,6 +255,10 @@ class QuantizeRotatedRows(QuantizeRows):
     def _quantize_by_stock(self, x: torch.Tensor) -> Quantized:
         quantized: Quantized = self._stock(x, 256)
         return quantized
+
+
+def _is_group_of_256(size: object) -> bool:
+    return type(size) is int and size == 256
 
 
 def _rounds_to_nearest(seed: object) -> bool:

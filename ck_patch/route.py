@@ -76,7 +76,7 @@ def device_path(device: DeviceProfile, int8: str, backend: Backend = "cuda") -> 
         return DevicePath("stock", "CK_PATCH_INT8=stock")
     if device.kind == "other":
         return DevicePath("stock", f"{device.name} is not an NVIDIA GPU")
-    if int8 == "fp16":
+    if int8 == "fp16" and not (backend == "cuda" and _without_kernels(device)):
         return _half_path(device)
     if device.kind == "interpreter":
         return DevicePath("triton", "Triton's interpreter is on")
@@ -94,8 +94,13 @@ def _half(device: DeviceProfile) -> Path:
     return "bfloat16" if device.capability == (10, 3) else "float16"
 
 
+def _without_kernels(device: DeviceProfile) -> bool:
+    """Whether stock's CUDA backend has none for this device."""
+    return device.kind == "cuda" and device.capability < (7, 5)
+
+
 def _cuda_path(device: DeviceProfile, int8: str) -> DevicePath:
-    if device.capability < (7, 5):
+    if _without_kernels(device):
         # Stock would raise "no kernel image is available for execution on the device".
         return DevicePath("eager", f"the CUDA backend has no kernels for {device.architecture}")
     unsupported = _unsupported(device)
@@ -140,7 +145,7 @@ def _eager_path(device: DeviceProfile, int8: str) -> DevicePath:
         return half
     if device.capability < (6, 1):
         reason = f"{arch} has neither dp4a nor fast FP16"
-        return DevicePath("stock", reason, "no faster path exists on this GPU")
+        return DevicePath("stock", reason)
     if device.capability < (7, 0):
         return DevicePath("stock", f"cuBLAS runs INT8 by dp4a on {arch}")
     if device.capability < (8, 0):
@@ -175,7 +180,7 @@ def _half_instead(device: DeviceProfile) -> DevicePath | None:
     reason = _HALF_REASONS.get(device.capability)
     if reason is None:
         return None
-    return DevicePath("float16", reason, "a GPU with INT8 tensor cores, RTX 20xx or newer")
+    return DevicePath("float16", reason)
 
 
 _DEVICE_PATHS = {"cuda": _cuda_path, "triton": _triton_path, "eager": _eager_path}

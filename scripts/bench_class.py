@@ -27,13 +27,13 @@ from typing import Any, ClassVar
 import torch
 
 from ck_patch import shapes, tiles
+from ck_patch.bench.class_sm80 import TIGHT, ClassGemm, Sm80Kernel, TightClassGemm
 from ck_patch.kernels.int8_gemm import PointerGemm
 from ck_patch.kernels.launch import Operands
 from ck_patch.measure import graph_times
 from ck_patch.shapes import Shape
 from ck_patch.stamp import stamp
 from ck_patch.tiles import TileConfig
-from ck_patch.bench.class_sm80 import TIGHT, ClassGemm, Sm80Kernel, TightClassGemm
 from tests.gpu.slot import Call, random_call, stock, stock_bias_dtype
 
 BF16 = torch.bfloat16

@@ -6,6 +6,7 @@ the GEMM entry has to open six of them again. Here the tensors are at hand.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,14 +14,22 @@ from typing import Any, cast
 import torch
 import wrapt
 
-from ck_patch import notices
+from ck_patch import log, notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import profile
+from ck_patch.dlpack import to_dlpack
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.failures import decline, hand_over
 from ck_patch.ops.gemm import CODES, Int8Gemm
-from ck_patch.route import Path, device_path
+from ck_patch.ops.watched import watched
+from ck_patch.route import DevicePath, device_path
+
+# Elements of an activation below which stock's quantizer costs less than the host's time to launch
+# ours: 4 us on the GPU at most, beside 12 us (measured beside an H200).
+_SMALL = 2**20
+
+_NO_DEVICE = DevicePath("stock", "the device does not answer")
 
 
 class CudaInt8Linear:
@@ -31,11 +40,11 @@ class CudaInt8Linear:
     with one or N values, bias of N values in the output dtype or none. Input activations,
     residuals, rotations that stock does in two steps, one or two rows (which have kernels of their
     own) and everything else go to stock whole. The activation is quantized by what stands in the
-    host's module, and rotated by stock's own kernel.
+    host's module, small ones in eager calls by stock's kernel, which gives the same.
 
     On a device that stock's kernels cannot run on, which a registry that was validated against
     another device of the host does not know, and where CK_PATCH_INT8=fp16 asks for it, the eager
-    backend's `int8_linear` gets the call.
+    backend's `int8_linear` gets the call; in the latter case only if it is ours.
     """
 
     def __init__(self, stock: Function, context: OpContext) -> None:
@@ -46,11 +55,15 @@ class CudaInt8Linear:
         reference = references.cutlass(_stock_of(self._entry), context)
         self._gemm = Int8Gemm("cuda_int8_linear", "cuda", reference, context)
         self._settings = context.settings
-        self._paths: dict[int, Path] = {}
+        self._signature = inspect.signature(stock)
+        self._paths: dict[int, DevicePath] = {}
+        # By device, dtype and K: whose kernel was given the chance to be proven.
+        self._quantized: set[tuple[int, torch.dtype, int]] = set()
         self._device_type = "cuda"
         # A CPU build of torch has neither of the two.
         self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._capturing: Any = torch.cuda.is_current_stream_capturing
         self._active = True
         self._function = wrapt.FunctionWrapper(stock, self._call)
 
@@ -68,22 +81,21 @@ class CudaInt8Linear:
     ) -> Any:
         if (
             not self._active
-            or args
-            # Dynamo must not trace into the launch: the kernel would be its own, not ours.
-            or torch.compiler.is_compiling()
+            # A tracer must not see a launch, nor a transform miss one.
+            or watched()
         ):
             return stock(*args, **kwargs)
-        path = self._path(kwargs.get("x"))
-        if path not in ("stock", "triton"):
-            dtype = kwargs.get("out_dtype") or kwargs["x"].dtype
-            return eager_host.module().int8_linear(**{**kwargs, "out_dtype": dtype})
+        path = self._path(args[0] if args else kwargs.get("x"))
+        if path.path not in ("stock", "triton"):
+            return self._redirect(stock, path, args, kwargs)
         if (
-            path == "stock"
+            path.path == "stock"
+            or args
             or not self._gemm.useful
             # Whoever replaced the entry since wants it called.
             or self._host._C.cutlass_int8_dequant is not self._entry
         ):
-            return stock(**kwargs)
+            return stock(*args, **kwargs)
         try:
             out = self._linear(**kwargs)
         except Exception as error:
@@ -95,7 +107,25 @@ class CudaInt8Linear:
         decline("cuda_int8_linear", kwargs.get("x"))
         return stock(**kwargs)
 
-    def _path(self, x: object) -> Path:
+    def _redirect(
+        self, stock: Function, path: DevicePath, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Have the eager backend compute what ours cannot, or what is to be had in FP16."""
+        if path.path != "eager" and not eager_host.linear_is_ours():
+            return stock(*args, **kwargs)
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return stock(*args, **kwargs)  # Which says so.
+        x = given["x"]
+        if log.paths_wanted():
+            shape = "x".join(map(str, x.shape))
+            log.path(f"cuda_int8_linear, x {shape}: the eager backend ({path.reason})")
+        return eager_host.module().int8_linear(
+            **{**given, "out_dtype": given.get("out_dtype") or x.dtype}
+        )
+
+    def _path(self, x: object) -> DevicePath:
         """The path of the device that x is on."""
         try:
             device = x.get_device()  # type: ignore[attr-defined]
@@ -104,11 +134,11 @@ class CudaInt8Linear:
                 gpu = profile(device, self._settings.assumed(device))
                 found = device_path(gpu, self._settings.int8)
                 notices.say(device, gpu, "cuda", found)
-                path = self._paths[device] = found.path
+                path = self._paths[device] = found
             return path
         except Exception:
             # Not a tensor, or a driver that does not answer: stock will say.
-            return "stock"
+            return _NO_DEVICE
 
     def _linear(
         self,
@@ -145,6 +175,10 @@ class CudaInt8Linear:
             or x.dtype not in CODES
             or dtype not in CODES
             or x.requires_grad
+            # Their memory holds the values with the other sign.
+            or x.is_neg()
+            or weight.is_neg()
+            or weight_scale.is_neg()
             or weight.dtype != torch.int8
             or weight_scale.dtype != torch.float32
             or weight_scale.numel() not in (1, n)
@@ -161,6 +195,7 @@ class CudaInt8Linear:
             and bias.numel() == n
             and bias.is_contiguous()
             and bias.get_device() == device
+            and not bias.is_neg()
         ):
             return None
         plan = self._gemm.plan(device, rows, n, k, dtype, None if bias is None else dtype)
@@ -180,8 +215,7 @@ class CudaInt8Linear:
         if convrot:
             quantized = self._host.quantize_int8_rowwise_convrot64(x_2d, convrot_groupsize)
         else:
-            # A slot of its own.
-            quantized = self._host.quantize_int8_rowwise(x_2d)
+            quantized = self._quantize(x_2d, stream)
         out = torch.empty((rows, n), dtype=dtype, device=on)
         if bias is None:
             bias = self._host._empty_cuda_tensor(on, dtype)
@@ -189,6 +223,21 @@ class CudaInt8Linear:
         if not self._gemm.launch(plan, tensors, stream):
             return None
         return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+
+    def _quantize(self, x: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the host's function, a slot of its own, or by stock's entry, which costs the host
+        less: in eager calls with little to do, once the slot's kernel has been proven."""
+        rows, k = x.shape
+        kind = (x.get_device(), x.dtype, k)
+        if x.numel() >= _SMALL or kind not in self._quantized or self._capturing():
+            found: tuple[torch.Tensor, torch.Tensor] = self._host.quantize_int8_rowwise(x)
+            self._quantized.add(kind)
+            return found
+        q = torch.empty((rows, k), dtype=torch.int8, device=x.device)
+        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        entry = self._host._C.quantize_int8_rowwise
+        entry(to_dlpack(x), to_dlpack(q), to_dlpack(scale), False, 0, stream)
+        return q, scale
 
     def _rotates_in_one_step(self, x: torch.Tensor, group: object) -> bool:
         """Whether stock rotates and quantizes these rows in one kernel; its own condition."""

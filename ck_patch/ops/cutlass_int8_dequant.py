@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
 import wrapt
 
 from ck_patch.context import Function, OpContext
 from ck_patch.dlpack import open_capsules, renewed
 from ck_patch.ops import references
 from ck_patch.ops.gemm import Int8Gemm
+from ck_patch.ops.watched import watched
 
 
 class CutlassInt8Dequant:
@@ -47,8 +47,8 @@ class CutlassInt8Dequant:
             not (self._active and self._gemm.useful)
             or kwargs
             or len(args) != len(self._order) + 2
-            # Dynamo must not trace into the launch: the kernel would be its own, not ours.
-            or torch.compiler.is_compiling()
+            # A tracer must not see a launch, nor a transform miss one.
+            or watched()
         ):
             return stock(*args, **kwargs)
         *capsules, code, stream = args

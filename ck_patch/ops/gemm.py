@@ -349,11 +349,13 @@ def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, 
         and ws.is_contiguous()
         and bias.is_contiguous()
         and d.is_contiguous(),
+        # Their memory holds the values with the other sign.
+        a.is_neg() or b.is_neg() or xs.is_neg() or ws.is_neg() or bias.is_neg() or d.is_neg(),
     )
     for tensor in residual:
         if type(tensor) is not torch.Tensor:
             return None
-        key += (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
+        key += tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.is_neg()
     return key
 
 
@@ -374,7 +376,7 @@ def _well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
         and xs.dtype == ws.dtype == torch.float32
         and d.dtype == _OUT_DTYPES.get(cast(int, code))
         and bias.dtype in _DTYPE_NAMES
-        and all(t.is_contiguous() and t.device == a.device for t in tensors)
+        and all(t.is_contiguous() and not t.is_neg() and t.device == a.device for t in tensors)
         and (not residual or _fits_residual(residual, d))
     )
 

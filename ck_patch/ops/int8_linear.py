@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ck_patch import notices
+from ck_patch import log, notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
 from ck_patch.ops.failures import Failures, decline, hand_over
 from ck_patch.ops.gemm import CODES, Int8Gemm
 from ck_patch.ops.half_linear import HalfLinear
+from ck_patch.ops.watched import watched
 from ck_patch.route import Backend, DevicePath, device_path
 
 _COMPUTE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -64,8 +65,8 @@ class Int8Linear:
             if (
                 not (self._active and isinstance(x, torch.Tensor))
                 or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
-                # Dynamo must not trace into a launch: the kernel would be its own, not ours.
-                or torch.compiler.is_compiling()
+                # A tracer must not see a launch, nor a transform miss one.
+                or watched()
                 or kwargs.keys() - self._names
                 or len(args) > len(self._names)
             ):
@@ -76,12 +77,18 @@ class Int8Linear:
             decline(self._operation, x)
             return fallback(*args, **kwargs)
 
+        function.ck_patch_op = self  # type: ignore[attr-defined]
         self._function = function
 
     @property
     def function(self) -> Function:
         """The function to install; signature and docstring are stock's."""
         return self._function
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are still ours."""
+        return self._active
 
     def deactivate(self) -> None:
         """Pass every further call to stock."""
@@ -219,12 +226,19 @@ class Int8Linear:
         hadamard = None
         if group:
             hadamard = self._host._build_hadamard(group, device=x.device, dtype=x.dtype)
-        compute = _COMPUTE[self._path(device).path]
+        path = self._path(device)
+        compute = _COMPUTE[path.path]
         try:
-            return self._half(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
+            out = self._half(x, weight, weight_scale, bias, out_dtype, compute, hadamard)
         except Exception as error:
             self._failures.account(error, device)
             return None
+        if log.paths_wanted():
+            log.path(
+                f"{self._operation} {m}x{weight.shape[0]}x{weight.shape[1]}, "
+                f"{str(out_dtype).removeprefix('torch.')} output: {path.path} ({path.reason})"
+            )
+        return out
 
 
 def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: Any) -> bool:
@@ -237,6 +251,7 @@ def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: An
         and bias.numel() == weight.shape[0]
         and bias.device == x.device
         and bias.is_contiguous()
+        and not bias.is_neg()
     ):
         return False
     return (
@@ -250,6 +265,8 @@ def _is_regular(x: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: An
         and weight_scale.dtype in CODES
         and weight_scale.numel() in (1, weight.shape[0])
         and weight.device == weight_scale.device == x.device
+        # Their memory holds the values with the other sign.
+        and not (x.is_neg() or weight.is_neg() or weight_scale.is_neg())
     )
 
 

@@ -17,14 +17,18 @@ from ck_patch.ops import eager_host, triton_rows
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse
 from ck_patch.ops.gemm import CODES
+from ck_patch.ops.watched import watched
 from ck_patch.route import Backend, device_path
 
 # The first use of a kernel is compared with stock on so many rows at either end.
 _CHECKED_ROWS = 128
-# A process that meets more shapes than this binds them anew.
+# A process that meets more kernels, or shapes, than this proves, or binds, them anew.
+_MAX_KERNELS = 4096
 _MAX_LAUNCHES = 4096
 # As far as stock's rotating kernel goes.
 _MAX_ROTATED_K = 16_384
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -74,18 +78,23 @@ class QuantizeRows:
         def function(*args: Any, **kwargs: Any) -> Any:
             if not args and first in kwargs:
                 args = (kwargs.pop(first),)
-            x = args[0] if args else None
+            x: Any = args[0] if args else None
             if (
                 not self._active
-                or type(x) is not torch.Tensor
+                or type(x) not in _PLAIN
+                or x.layout is not torch.strided
                 or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
-                or torch.compiler.is_compiling()
+                or watched()
             ):
                 return fallback(*args, **kwargs)
             path = self._path(x.get_device())
             if path == "eager" and self._eager_has_it:
                 return eager_host.module().quantize_int8_rowwise(*args, **kwargs)
-            if path != "triton" or not self._is_plain(args[1:], kwargs):
+            if (
+                path != "triton"
+                or type(x) is not torch.Tensor
+                or not self._is_plain(args[1:], kwargs)
+            ):
                 return fallback(*args, **kwargs)
             if self._any_strides:
                 # Stock's Triton kernel takes rows for contiguous that are not.
@@ -141,6 +150,8 @@ class QuantizeRows:
         if (
             x.dtype not in CODES
             or x.requires_grad
+            or x.is_neg()
+            or x._is_zerotensor()
             or x.numel() == 0
             or not (x.is_contiguous() and self._takes(x.shape))
             or (device < 0 and not interpreting())
@@ -162,6 +173,8 @@ class QuantizeRows:
         rows = x.view(-1, k)
         kernel = self._kernels.get((device, x.dtype, k))
         if kernel is None:
+            if len(self._kernels) >= _MAX_KERNELS:
+                self._kernels.clear()
             made = _Kernel(self._new_quantizer())
             kernel = self._kernels.setdefault((device, x.dtype, k), made)
         if not kernel.proven and not self._first_use.possible(device):

@@ -42,8 +42,7 @@ OLD_TORCH = "torch was built for CUDA 12.8: ComfyUI disables the CUDA backend be
             (7, 0),
             "eager",
             "Tesla V100 (assumed), sm_70): INT8 linears of the eager backend run in FP16: sm_70 "
-            "has no INT8 tensor cores, and runs FP16 on tensor cores; faster: a GPU with INT8 "
-            "tensor cores, RTX 20xx or newer",
+            "has no INT8 tensor cores, and runs FP16 on tensor cores",
         ),
         (
             (8, 6),

@@ -233,3 +233,32 @@ def test_a_kernel_is_launched_under_capture_only_once_it_is_proven(
     assert torch.equal(linear(*given), proven)
     assert len(runs) == 2
     assert error(plain, proven.double()) < 2e-3
+
+
+@pytest.mark.parametrize("group", [None, 16])
+@pytest.mark.parametrize("m", [40, 300])
+@pytest.mark.parametrize("scale", [33.0, 64.0, 3e4, 4e-8, 1e-9])
+def test_scales_that_float16_cannot_hold_are_as_exact_as_others(
+    linear: Any, breaker: Breaker, m: int, scale: float, group: int | None
+) -> None:
+    x, weight, scales, bias = layer(m)
+    x = x * 1e-4 if scale > 1 else x
+    scales[5], scales[70:90] = scale, scale
+    rotation = None if group is None else hadamard(group)
+    for factor in (scales, torch.full((1,), scale)):
+        out_dtype = F16 if scale > 1 else F32  # The output has to hold the result, too.
+        addend = bias if scale > 1 else None
+        for _ in range(2):
+            out = linear(x, weight, factor, addend, out_dtype, F16, rotation)
+            truth = exact(x, weight, factor, addend, rotation)
+            assert out.isfinite().all()
+            for column in (5, 75, 100):
+                assert error(out[None, :, column], truth[None, :, column]) < 2e-3
+    assert breaker.snapshot() == ()
+
+
+def test_a_channel_of_zeros_stays_zero(linear: Any) -> None:
+    x, weight, scales, _ = layer(40)
+    weight[7], scales[7] = 0, 1e-30
+    out = linear(x, weight, scales, None, F16, F16, None)
+    assert (out[:, 7] == 0).all()

@@ -12,7 +12,7 @@ import torch
 
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, Refused
-from ck_patch.ops import quantize_rows, triton_rows
+from ck_patch.ops import quantize_rows, triton_rows, watched
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 
@@ -238,7 +238,7 @@ def test_a_deactivated_quantizer_and_dynamo_have_stock(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(watched, "_is_compiling", lambda: True)
         assert not op.takes(torch.randn(3, K))
     assert op.takes(torch.randn(3, K))
     op.op.deactivate()

@@ -10,7 +10,7 @@ import torch
 
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, Refused
-from ck_patch.ops import quantize_rows
+from ck_patch.ops import quantize_rows, watched
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 from tests.kernels.test_quantize_rows_convrot import expected
@@ -168,7 +168,7 @@ def test_a_deactivated_quantizer_and_dynamo_have_stock(
 ) -> None:
     x = torch.randn(3, K)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(watched, "_is_compiling", lambda: True)
         assert not op.takes(x, 256)
     assert op.takes(x, 256)
     op.op.deactivate()

@@ -1,7 +1,8 @@
-"""The linear of a few rows: y[m, n] = (sum over k of x[m, k] * w[n, k]) * scale[n] + bias[n].
+"""The linear in float32: y[m, n] = (sum over k of x[m, k] * w[n, k]) * scale[n] + bias[n].
 
 x float32, float16 or bfloat16 [M, K]; w int8 [N, K]; scale float32, 1 or N values; bias N values
 and y [M, N] of any of the dtypes of x. All is float32 until the one rounding to the dtype of y.
+Made for a few rows, and for columns of many rows that another kernel cannot do.
 """
 
 from __future__ import annotations
@@ -42,23 +43,10 @@ def _gemv_kernel(
     UNIT says what K is a multiple of, and so how wide a load may be. All tensors have three axes
     from the start: then one layout serves x and w, and nothing is exchanged within the K loop.
     """
-    K = K_UNITS * UNIT
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     in_m, in_n = m < M, n < N
-    # M * K and N * K may exceed 2^31.
-    x_ptrs = x_ptr + (m.to(tl.int64) * K)[:, None, None] + k[None, None, :]
-    w_ptrs = w_ptr + (n.to(tl.int64) * K)[None, :, None] + k[None, None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        in_k = (k < K - k0)[None, None, :]
-        w = tl.load(w_ptrs + k0, mask=in_n[None, :, None] & in_k, other=0)
-        x = tl.load(x_ptrs + k0, mask=in_m[:, None, None] & in_k, other=0.0).to(tl.float32)
-        if x_ptr.dtype.element_ty != tl.float16:
-            x *= _DOWN
-        acc += x * _widen(w)
-    y = tl.sum(acc, axis=2)
+    y = _sums(x_ptr, w_ptr, m, n, in_m, in_n, K_UNITS * UNIT, BLOCK_M, BLOCK_N, BLOCK_K)
     if PER_CHANNEL:
         scale = tl.load(scale_ptr + n, mask=in_n, other=0.0)[None, :]
     else:
@@ -70,6 +58,77 @@ def _gemv_kernel(
         y += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
     y_ptrs = y_ptr + (m.to(tl.int64) * N)[:, None] + n[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def _sums(
+    x_ptr,
+    w_ptr,
+    m,
+    n,
+    in_m,
+    in_n,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Of x[m, k] * w[n, k] over k, times _DOWN unless x is float16."""
+    k = tl.arange(0, BLOCK_K)
+    # M * K and N * K may exceed 2^31.
+    x_ptrs = x_ptr + (m.to(tl.int64) * K)[:, None, None] + k[None, None, :]
+    w_ptrs = w_ptr + (n.to(tl.int64) * K)[None, :, None] + k[None, None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        in_k = (k < K - k0)[None, None, :]
+        w = tl.load(w_ptrs + k0, mask=in_n[None, :, None] & in_k, other=0)
+        x = tl.load(x_ptrs + k0, mask=in_m[:, None, None] & in_k, other=0.0).to(tl.float32)
+        if x_ptr.dtype.element_ty != tl.float16:
+            x *= _DOWN
+        acc += x * _widen(w)
+    return tl.sum(acc, axis=2)
+
+
+@triton.jit(do_not_specialize=["M", "N", "K_UNITS", "stride_ym", "up"])
+def _unfit_columns_kernel(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K_UNITS,
+    stride_ym,
+    up,
+    UNIT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    LEAST: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """All rows of y, times `up` before the bias, in those of BLOCK_N columns whose scale is above
+    HIGH, or below LOW and not below LEAST. Nearly always there are none."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = n < N
+    if PER_CHANNEL:
+        scale = tl.load(scale_ptr + n, mask=in_n, other=0.0)
+    else:
+        scale = tl.load(scale_ptr) + tl.zeros((BLOCK_N,), tl.float32)
+    size = tl.abs(scale)
+    unfit = in_n & ((size > HIGH) | ((size < LOW) & (size >= LEAST)))
+    if tl.max(unfit.to(tl.int32), axis=0) > 0:
+        for m0 in range(M):
+            m = m0 + tl.arange(0, 1)
+            y = _sums(x_ptr, w_ptr, m, n, m < M, unfit, K_UNITS * UNIT, 1, BLOCK_N, BLOCK_K)
+            y = y * (scale * up)[None, :]
+            if HAS_BIAS:
+                y += tl.load(bias_ptr + n, mask=unfit, other=0.0).to(tl.float32)[None, :]
+            y_ptrs = y_ptr + (m.to(tl.int64) * stride_ym)[:, None] + n[None, :]
+            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=unfit[None, :])
 
 
 @triton.jit
@@ -116,6 +175,9 @@ class _Program:
         block_k = self.width * 32 * self.num_warps
         return unit, per_channel, has_bias, self.rows, self.columns, block_k
 
+
+_UNFIT_COLUMNS = 16
+_UNFIT_K = 256
 
 _PROGRAMS = {
     program.rows: program
@@ -178,5 +240,44 @@ def launch(
         *given,
         num_warps=program.num_warps,
         # A product and its sum are rounded once.
+        enable_fp_fusion=True,
+    )
+
+
+def unfit_columns(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    up: float,
+    limits: tuple[float, float, float],
+) -> None:
+    """Write again, as `gemv` does, the columns of `out` whose scale does not fit.
+
+    A scale fits from `limits[1]` to `limits[2]`, and below `limits[0]`. x is float16; rows of `out`
+    may be part of longer ones; the products are multiplied by `up`. Slow where there is such a
+    column, and next to nothing where there is none.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    unit = 16 if k % 16 == 0 else 1
+    _unfit_columns_kernel[(triton.cdiv(n, _UNFIT_COLUMNS),)](
+        x,
+        weight,
+        scale,
+        scale if bias is None else bias,
+        out,
+        m,
+        n,
+        k // unit,
+        out.stride(0),
+        up,
+        unit,
+        scale.numel() > 1,
+        bias is not None,
+        *limits,
+        _UNFIT_COLUMNS,
+        _UNFIT_K,
+        num_warps=4,
         enable_fp_fusion=True,
     )

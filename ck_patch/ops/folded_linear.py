@@ -18,8 +18,26 @@ from ck_patch.ops.dequantized_linear import FLOAT32_OUTPUT, WIDENED, Dequantized
 Fold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes int8 weight [n, K] times float32 scale, 1 or n values, to a float16 [n, K]."""
 
+Unfit = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        "torch.Tensor | None",
+        torch.Tensor,
+        float,
+        tuple[float, float, float],
+    ],
+    None,
+]
+"""Computes columns of an output again; see `kernels.gemv.unfit_columns`."""
+
 _RANGE = 16.0
 """Factor of a folded weight: float16 keeps all its digits from 2**-18 on, and holds up to 4094."""
+
+_LIMITS = (1.1e-30, 2.0**-24, 65504 / (128 * _RANGE))
+"""Scales between the last two fold into float16, smaller ones would lose digits of the weight, and
+stock's quantizer gives 1e-30 to a channel of zeros. Columns with others are computed again."""
 
 
 @torch.no_grad()
@@ -30,18 +48,19 @@ def folded_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fold: Fold,
+    unfit: Unfit,
     direct: bool,
     hadamard: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `dequantized_linear` for a float16 x with rows in place, weight and scale contiguous.
 
     With `direct` the GEMM writes the output, which is float16 as is a bias. torch's switch for
-    float16 accumulation has to be off, and the GEMM large enough that K is not split. The folded
-    weight has to fit float16: a weight_scale above 32 may make it, and the result, infinite.
+    float16 accumulation has to be off, and the GEMM large enough that K is not split. Columns whose
+    folded weight would not fit float16 are computed again, in float32.
     """
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     with torch.autocast(x.device.type, enabled=False):  # It would copy whole operands.
-        _FoldedCall(x, weight, weight_scale, bias, fold, direct, hadamard).into(out)
+        _FoldedCall(x, weight, weight_scale, bias, fold, unfit, direct, hadamard).into(out)
     return out
 
 
@@ -53,6 +72,7 @@ class _FoldedCall(DequantizedCall):
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
         fold: Fold,
+        unfit: Unfit,
         direct: bool,
         hadamard: torch.Tensor | None,
     ) -> None:
@@ -60,8 +80,10 @@ class _FoldedCall(DequantizedCall):
         in_gemm = bias if direct else None
         after = None if direct else bias
         super().__init__(x, weight, weight_scale, after, torch.float16, hadamard, entry)
-        self._fold, self._direct, self._in_gemm = fold, direct, in_gemm
-        self._scale = weight_scale.reshape(-1) * _RANGE
+        self._fold, self._unfit, self._direct, self._in_gemm = fold, unfit, direct, in_gemm
+        self._bias = bias
+        self._plain_scale = weight_scale.reshape(-1)
+        self._scale = self._plain_scale * _RANGE
         self._alpha = 1 / (_RANGE * self.rotation)
 
     def pieces(self) -> Pieces:
@@ -73,8 +95,7 @@ class _FoldedCall(DequantizedCall):
     def _dequantized(self, columns: slice) -> torch.Tensor:
         weight = self.weight[columns]
         w = torch.empty(weight.shape, dtype=self.compute, device=weight.device)
-        scale = self._scale if self._scale.numel() == 1 else self._scale[columns]
-        self._fold(weight, scale, w)
+        self._fold(weight, _cut(self._scale, columns), w)
         return w
 
     def _piece(
@@ -96,3 +117,10 @@ class _FoldedCall(DequantizedCall):
             torch.addmm(out, a, w.t(), beta=0, alpha=self._alpha, out=out)
         else:
             torch.addmm(self._in_gemm[columns], a, w.t(), alpha=self._alpha, out=out)
+        bias = None if self._bias is None else self._bias[columns]
+        scale = _cut(self._plain_scale, columns)
+        self._unfit(a, self.weight[columns], scale, bias, out, 1 / self.rotation, _LIMITS)
+
+
+def _cut(scale: torch.Tensor, columns: slice) -> torch.Tensor:
+    return scale if scale.numel() == 1 else scale[columns]

@@ -168,8 +168,8 @@ class _Call:
         return run, (gemv.constants(x, scale, bias), *map(_kind, operands))
 
     def folded(self, direct: bool) -> tuple[_Run, tuple[Hashable, ...]]:
-        """The folded linear, and what selects the binary of its kernel."""
-        from ck_patch.kernels import dequantize
+        """The folded linear, and what selects the binaries of its kernels."""
+        from ck_patch.kernels import dequantize, gemv
 
         def fold(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
             dequantize.dequantize(weight, scale, out.fill_(math.nan))
@@ -182,11 +182,14 @@ class _Call:
                 self.bias,
                 self.out_dtype,
                 fold if poisoned else dequantize.dequantize,
+                gemv.unfit_columns,
                 direct,
                 self.hadamard,
             )
 
-        return run, (dequantize.constants(self.weight, self.weight_scale), _kind(self.weight))
+        operands = [self.x, self.weight, *([] if self.bias is None else [self.bias])]
+        binary = dequantize.constants(self.weight, self.weight_scale)
+        return run, (binary, self.out_dtype, *map(_kind, operands))
 
     def fault(self, out: torch.Tensor) -> str | None:
         """What is wrong with the first and the last rows of a result, or None."""

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
+from ck_patch import log
 from ck_patch.breaker import Breaker
-from ck_patch.ops import watched
+from ck_patch.ops import cuda_int8_linear, eager_host, watched
 
 pytestmark = pytest.mark.interpreter
 
@@ -35,44 +37,65 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that looks like the CUDA backend; `rotated` and `stock` count their calls."""
+    """A module that looks like the CUDA backend; `rotated`, `quantized` and `stock` have the calls.
+
+    A plain quantizer appends "slot" to `quantized`, the entry behind it "entry".
+    """
     module: Any = ModuleType(HOST)
-    module.stock, module.rotated = [], []
+    module.stock, module.rotated, module.quantized = [], [], []
+
+    def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        module.quantized.append("slot")
+        return quantize(x)
+
+    def entry(x: Any, q: Any, scale: Any, stochastic: bool, seed: int, stream: int) -> None:
+        assert (stochastic, seed, stream) == (False, 0, 7)
+        module.quantized.append("entry")
+        for target, value in zip((q, scale), quantize(from_dlpack(x)), strict=True):
+            from_dlpack(target).copy_(value)
 
     def rotate(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         module.rotated.append(group)
         return quantize(x)
 
-    def int8_linear(**kwargs: Any) -> str:
-        module.stock.append(kwargs)
+    def int8_linear(
+        x: Any, weight: Any, weight_scale: Any, bias: Any = None, out_dtype: Any = None, **more: Any
+    ) -> str:
+        named = {"x": x, "weight": weight, "weight_scale": weight_scale}
+        module.stock.append({**named, "bias": bias, "out_dtype": out_dtype, **more})
         return "stock"
 
     int8_linear.__module__ = HOST
     module.int8_linear = int8_linear
-    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True)
+    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True, quantize_int8_rowwise=entry)
     module._DISABLE_CUTLASS_INT8 = False
     module._CONVROT_FUSED_MAX_K = 512
     module._convrot_fused_shared_memory_fits = lambda x, k, group: True
     module._empty_cuda_tensor = lambda device, dtype: torch.empty(0, dtype=dtype)
-    module.quantize_int8_rowwise = quantize
+    module.quantize_int8_rowwise = quantize_rows
     module.quantize_int8_rowwise_convrot64 = rotate
     monkeypatch.setitem(sys.modules, HOST, module)
     return module
 
 
-@pytest.fixture
-def op(host: Any, breaker: Breaker) -> Any:
+def make_op(host: Any, breaker: Breaker, **settings: Any) -> Any:
     from ck_patch.context import OpContext
     from ck_patch.ops.cuda_int8_linear import build
     from ck_patch.releases import RELEASES
     from ck_patch.settings import Settings
 
-    context = OpContext(Settings(), breaker, RELEASES[-1], check_first=False)
+    context = OpContext(Settings(**settings), breaker, RELEASES[-1], check_first=False)
     op = build(host.int8_linear, context)
     op._device_type = "cpu"
     op._current_device = lambda: -1
     op._current_stream = lambda device: 7
+    op._capturing = lambda: False
     return op
+
+
+@pytest.fixture
+def op(host: Any, breaker: Breaker) -> Any:
+    return make_op(host, breaker)
 
 
 def form(x: torch.Tensor | None = None, **changes: Any) -> Form:
@@ -124,6 +147,90 @@ def test_a_plain_linear_is_computed_without_stock(
     assert not out.requires_grad
 
 
+def test_small_calls_are_quantized_by_the_entry_once_the_slot_has_had_its_first(
+    op: Any, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(x: torch.Tensor) -> str:
+        given = form(x, weight=torch.randint(-127, 128, (24, x.shape[1]), dtype=torch.int8))
+        out = op.function(**given)
+        exact = linear(x, given["weight"], given["weight_scale"], given["bias"])
+        torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-4)
+        return str(host.quantized[-1])
+
+    assert run(torch.randn(5, 64)) == "slot"
+    assert run(torch.randn(5, 64)) == run(torch.randn(9, 64)) == "entry"
+    assert run(torch.randn(5, 64).half()) == run(torch.randn(5, 128)) == "slot"
+    op._capturing = lambda: True
+    assert run(torch.randn(5, 64)) == "slot"
+    op._capturing = lambda: False
+    monkeypatch.setattr(cuda_int8_linear, "_SMALL", 5 * 64)
+    assert (run(torch.randn(4, 64)), run(torch.randn(5, 64))) == ("entry", "slot")
+    assert host.stock == []
+
+
+@pytest.fixture
+def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
+    """What an eager backend is called with that says it is ours."""
+    calls: list[Form] = []
+
+    def int8_linear(**kwargs: Any) -> str:
+        calls.append(kwargs)
+        return "eager"
+
+    int8_linear.ck_patch_op = SimpleNamespace(active=True)  # type: ignore[attr-defined]
+    module = SimpleNamespace(int8_linear=int8_linear)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen.backends.eager", module)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("int8", ["auto", "fp16"])
+def test_where_stock_has_no_kernels_the_eager_backend_gets_each_call_by_name(
+    host: Any, breaker: Breaker, eager_calls: list[Form], int8: str, dtype: torch.dtype | None
+) -> None:
+    op = make_op(host, breaker, assume=((None, (7, 0)),), int8=int8)
+    names = ("x", "weight", "weight_scale", "bias", "out_dtype")
+    given = {name: form(out_dtype=dtype)[name] for name in names}
+    plain = [*given.values()]
+    assert op.function(*plain) == "eager"
+    assert op.function(**dict(zip(names[:3], plain[:3], strict=True))) == "eager"
+    first, second = eager_calls
+    assert first["x"] is second["x"] is plain[0]
+    assert first["out_dtype"] == (dtype or torch.float32)
+    assert second["out_dtype"] == torch.float32
+    with pytest.raises(TypeError):
+        op.function(plain[0])
+    assert host.stock == []
+
+
+@pytest.mark.parametrize("mark", [None, SimpleNamespace(active=False)])
+def test_fp16_is_had_from_an_eager_backend_of_ours_and_else_stocks_kernels_run(
+    host: Any, breaker: Breaker, eager_calls: list[Form], mark: Any
+) -> None:
+    op = make_op(host, breaker, assume=((None, (9, 0)),), int8="fp16")
+    assert op.function(**form()) == "eager"
+    assert eager_host.linear_is_ours()
+    eager_host.module().int8_linear.ck_patch_op = mark
+    assert op.function(**form()) == "stock"
+    assert (len(eager_calls), len(host.stock)) == (1, 1)
+
+
+def test_the_path_of_a_call_that_is_handed_over_is_logged_once(
+    host: Any, breaker: Breaker, eager_calls: list[Form], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ck_patch")
+    log.configure("path")
+    op = make_op(host, breaker, assume=((None, (7, 0)),))
+    for rows in (5, 5, 6):
+        op.function(**form(torch.randn(rows, 64)))
+    said = [message for message in caplog.messages if message.startswith("cuda_int8_linear")]
+    assert said == [
+        f"cuda_int8_linear, x {rows}x64: the eager backend (the CUDA backend has no kernels for "
+        "sm_70)"
+        for rows in (5, 6)
+    ]
+
+
 def test_a_rotation_that_stock_does_in_one_kernel_is_stocks_kernel(op: Any, host: Any) -> None:
     weight = torch.randint(-127, 128, (24, 512), dtype=torch.int8)
     given = form(torch.randn(5, 512), weight=weight, convrot=True)
@@ -143,15 +250,19 @@ def test_a_rotation_that_stock_does_in_one_kernel_is_stocks_kernel(op: Any, host
         {"x": torch.randn(5, 48)},
         {"x": torch.randn(5, 64).double()},
         {"x": torch.randn(5, 64, device="meta")},
+        {"x": torch._neg_view(torch.randn(5, 64))},
         {"x": 7},
         {"weight": torch.zeros(24, 64)},
         {"weight": torch.zeros(24, 128, dtype=torch.int8)[:, ::2]},
+        {"weight": torch._neg_view(torch.ones(24, 64, dtype=torch.int8))},
         {"weight": None},
         {"weight_scale": torch.ones(24, dtype=torch.bfloat16)},
         {"weight_scale": torch.ones(23)},
+        {"weight_scale": torch._neg_view(torch.ones(24))},
         {"weight_scale": 0.5},
         {"bias": torch.ones(24).half()},
         {"bias": torch.ones(1)},
+        {"bias": torch._neg_view(torch.ones(24))},
         {"bias": 0.0},
         {"out_dtype": torch.float64},
         {"convrot": True},

@@ -211,6 +211,12 @@ TO_STOCK: dict[str, Callable[[], Form]] = {
     "weight not on 16 bytes": lambda: form(
         weight=torch.ones(N * K + 8, dtype=torch.int8)[8:].view(N, K)
     ),
+    "x with the negative bit": lambda: form(torch._neg_view(torch.randn(5, K))),
+    "weight with the negative bit": lambda: form(
+        weight=torch._neg_view(torch.ones(N, K, dtype=torch.int8))
+    ),
+    "scale with the negative bit": lambda: form(weight_scale=torch._neg_view(torch.rand(N))),
+    "bias with the negative bit": lambda: form(bias=torch._neg_view(torch.rand(N))),
 }
 
 
@@ -397,6 +403,13 @@ def test_a_deactivated_op_passes_everything_on(bench: Bench) -> None:
     bench.op.deactivate()
     bench.ours(**form())
     assert (len(bench.calls), bench.launches) == (1, ["quantizer"])
+
+
+def test_the_function_says_whose_it_is(bench: Bench) -> None:
+    assert bench.op.function.ck_patch_op is bench.op
+    assert bench.op.active
+    bench.op.deactivate()
+    assert not bench.op.active
 
 
 def test_dynamo_traces_stock_instead(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,13 +199,16 @@ def test_the_triton_quantizer_takes_no_seed(breaker: Breaker) -> None:
         torch.randn(3, K, requires_grad=True),
         torch.nn.Parameter(torch.randn(3, K)),
         torch.randn(3, K, device="meta"),
+        torch._neg_view(torch.randn(3, K)),
+        torch._efficientzerotensor(3, K),
+        torch.randn(3, K).to_sparse(),
         torch.tensor(1.0),
         "x",
         None,
     ],
     ids=[
         *("float64", "int32", "no rows", "no columns", "unaligned", "gradient", "parameter"),
-        *("meta", "0-d", "text", "None"),
+        *("meta", "negative bit", "zero tensor", "sparse", "0-d", "text", "None"),
     ],
 )
 def test_what_is_no_plain_matrix_is_stocks(op: Op, breaker: Breaker, x: Any) -> None:
@@ -260,7 +263,24 @@ def test_the_cuda_quantizer_hands_over_to_the_eager_one_where_it_has_no_kernel(
     eager = Op("eager", breaker).stock(x, stochastic_rounding=seed)
     assert torch.equal(ours[0], eager[0])
     assert torch.equal(ours[1], eager[1])
+    parameter = op.function(torch.nn.Parameter(x, requires_grad=False), seed)
+    assert torch.equal(parameter[0], eager[0])
     assert op.calls == []
+
+
+def test_fp16_by_setting_does_not_keep_it_from_that(breaker: Breaker) -> None:
+    op = Op("cuda", breaker, assume=((None, (7, 0)),), int8="fp16")
+    x = torch.randn(3, K)
+    assert torch.equal(op.function(x)[0], Op("eager", breaker).stock(x)[0])
+    assert op.calls == []
+
+
+def test_the_kernels_that_are_kept_have_a_limit(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_rows, "_MAX_KERNELS", 2)
+    for k in (16, 32, 48, 64, 80, 16):
+        x, q, _ = exact_rows(3, k)
+        assert torch.equal(op.function(x)[0], q)
+        assert len(op.op._kernels) <= 2
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -534,14 +534,16 @@ def test_memory_around_the_output_stays_as_it_is_beyond_2_31_in_fp16_too() -> No
 
 ASYNC = """
     import os, torch
-    import comfy_kitchen, ck_patch
+    import ck_patch
     assert not torch.cuda.is_initialized()
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
         assert not torch.cuda.is_initialized()
         raise SystemExit(os.waitstatus_to_exitcode(status))
+    # Not before: comfy_kitchen asks whether CUDA is there, after which no child can start it.
     from comfy_kitchen.backends import eager
+    ck_patch.enable()
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
     x = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16)
     w = torch.randint(-127, 128, (512, 1024), dtype=torch.int8, device="cuda")

@@ -285,9 +285,14 @@ given = form(x, torch.bfloat16)
 result = {
     "linear": torch.equal(cuda.int8_linear(**given), eager.int8_linear(**given)),
     "dtype of x": str(cuda.int8_linear(**form(x, None)).dtype),
+    "by position": torch.equal(
+        cuda.int8_linear(*[given[name] for name in ("x", "weight", "weight_scale", "bias")],
+                         torch.bfloat16),
+        eager.int8_linear(**given)),
     "left out": str(cuda.int8_linear(x=x, weight=given["weight"],
                                      weight_scale=given["weight_scale"]).dtype),
     "quantizer": same(cuda.quantize_int8_rowwise(x), QUANTIZE(x)),
+    "parameter": same(cuda.quantize_int8_rowwise(torch.nn.Parameter(x)), QUANTIZE(x)),
     "seed": same(cuda.quantize_int8_rowwise(x, 7), QUANTIZE(x, 7)),
     "same seed": same(cuda.quantize_int8_rowwise(x, stochastic_rounding=7),
                       cuda.quantize_int8_rowwise(x, stochastic_rounding=7)),
@@ -312,8 +317,10 @@ result["lines"] = lines
     assert result == {
         "linear": True,
         "dtype of x": "torch.float32",
+        "by position": True,
         "left out": "torch.float32",
         "quantizer": True,
+        "parameter": True,
         "seed": True,
         "same seed": True,
         "other seed": False,
@@ -325,6 +332,39 @@ result["lines"] = lines
     said = [line for line in lines if "INT8 linears of the" in line]
     assert len(said) == 2, "one line for each backend"
     assert all("sm_70" in line for line in said)
+    redirect = (
+        "cuda_int8_linear, x 9x64: the eager backend (the CUDA backend has no kernels for sm_70)"
+    )
+    half = "eager_int8_linear 9x48x64, bfloat16 output: float16 (sm_70 has no INT8 tensor cores"
+    assert lines.count(redirect) == 1
+    assert sum(line.startswith(half) for line in lines) == 1
+
+
+@pytest.mark.parametrize("assume", ["sm_70", "sm_90"])
+def test_fp16_by_setting_is_had_through_the_cuda_backend_and_leaves_its_quantizer_working(
+    warm_interpreter: WarmInterpreter, assume: str
+) -> None:
+    result = warm_interpreter.run(
+        PRELUDE
+        + """
+QUANTIZE, LINEAR = quantization.quantize_int8_rowwise, quantization.int8_linear
+ck_patch.enable()
+given = form(torch.randn(9, 64), torch.float32)
+out = cuda.int8_linear(**given)
+result = {"linear": torch.equal(out, eager.int8_linear(**given)),
+          "stock": torch.equal(out, LINEAR(**given))}
+def rows():
+    return torch.equal(cuda.quantize_int8_rowwise(given["x"])[0], QUANTIZE(given["x"])[0])
+try:
+    result["rows"] = rows()
+except Exception as error:
+    result["rows"] = "stock"
+""",
+        env={"CK_PATCH_ASSUME_DEVICE": assume, "CK_PATCH_INT8": "fp16"},
+    )
+    # Stock's own quantizer refuses a CPU tensor.
+    rows = True if assume == "sm_70" else "stock"
+    assert result == {"linear": True, "stock": False, "rows": rows}
 
 
 def test_without_an_assumed_gpu_the_cuda_backend_answers_cpu_tensors_itself(

@@ -35,9 +35,9 @@ SLOWEST = {
 """Bounds of the time in times of a plain matmul with a dequantized weight, by x and compute.
 
 The aim is 1.15. The kernels took 1.12 to 1.24 on an H200, and 0.87 at M = 2. At 4096 x 4096 x 4096
-the matmul takes 180 us there, and what a safe one adds in plain torch about 100: 7 for float32 sums,
-23 for the cast of the weight, 75 for scales, bias and rounding. A GPU on which the matmul is slower
-is nearer to the aim.
+the matmul takes 180 us there, and a safe one adds about 100 in plain torch: 7 for float32 sums, 23
+for the cast of the weight, 75 for scales, bias and rounding. A GPU on which the matmul is slower is
+nearer to the aim.
 """
 
 

@@ -73,9 +73,10 @@ def test_every_script_the_readme_names_exists() -> None:
 
 def test_every_command_the_readme_names_is_understood() -> None:
     named = set(re.findall(r"-m ck_patch ([^`\n#|]+)", README))
-    assert {words.split()[0] for words in named} == {"info", "demo"}
+    commands = {"info", "demo", "bench"}
+    assert {words.split()[0] for words in named} == commands
     for words in named:
-        assert cli._parser().parse_args(shlex.split(words)).command in ("info", "demo")
+        assert cli._parser().parse_args(shlex.split(words)).command in commands
 
 
 def test_every_variable_the_readme_names_exists() -> None:

@@ -237,7 +237,7 @@ def test_a_kernel_is_launched_under_capture_only_once_it_is_proven(
 
 @pytest.mark.parametrize("group", [None, 16])
 @pytest.mark.parametrize("m", [40, 300])
-@pytest.mark.parametrize("scale", [33.0, 64.0, 3e4, 4e-8, 1e-9])
+@pytest.mark.parametrize("scale", [64.0, 4e-8])
 def test_scales_that_float16_cannot_hold_are_as_exact_as_others(
     linear: Any, breaker: Breaker, m: int, scale: float, group: int | None
 ) -> None:

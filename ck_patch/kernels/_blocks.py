@@ -93,8 +93,10 @@ def store_tile(
     # M * N may exceed 2^31.
     start = m0.to(tl.int64) * N
     rows = m.to(tl.int64) * N
-    # A residual takes as many registers as the tile: half of it at a time does not spill.
-    PARTS: tl.constexpr = 2 if HAS_RESIDUAL else 1
+    # A residual takes as many registers as the tile, and float32 twice those of 16 bits: half of the
+    # tile at a time does not spill.
+    WIDE: tl.constexpr = d_ptr.dtype.element_ty == tl.float32
+    PARTS: tl.constexpr = 2 if HAS_RESIDUAL or WIDE else 1
     PART_N: tl.constexpr = BLOCK_N // PARTS
     for index in tl.static_range(PARTS):
         part = acc

@@ -64,6 +64,8 @@ VARIANTS = (
     ("float16", "float16", False, "eager", False),
     ("bfloat16", None, False, "cutlass", False),
 )
+EVEN_K = {cost.config for cost in (*tiles.HOPPER_SMALL, *tiles.MMA_SYNC_COSTS)}
+"""Chosen only where their BLOCK_K divides K."""
 BACKENDS: Mapping[str, Backend] = {"cutlass": "cuda", "triton": "triton", "eager": "eager"}
 
 
@@ -76,10 +78,10 @@ def _cases() -> Iterator[Case]:
             new = {config, (config.family, gpu.capability[0])}
             variants = VARIANTS if new - seen else VARIANTS[:1]
             seen |= new
-            for variant in variants:
-                out_dtype, _, _, rounding, residual = variant
+            for out_dtype, bias_dtype, even_k, rounding, residual in variants:
                 if choices.Use(out_dtype, BACKENDS[rounding], residual) in uses:
-                    yield Case(gpu, config, *variant)
+                    even_k = even_k or config in EVEN_K
+                    yield Case(gpu, config, out_dtype, bias_dtype, even_k, rounding, residual)
 
 
 CASES = sorted(_cases(), key=str)

@@ -93,8 +93,8 @@ def store_tile(
     # M * N may exceed 2^31.
     start = m0.to(tl.int64) * N
     rows = m.to(tl.int64) * N
-    # A residual takes as many registers as the tile, and float32 twice those of 16 bits: half of the
-    # tile at a time does not spill.
+    # A residual takes as many registers as the tile, and float32 twice those of 16 bits: half of
+    # the tile at a time does not spill.
     WIDE: tl.constexpr = d_ptr.dtype.element_ty == tl.float32
     PARTS: tl.constexpr = 2 if HAS_RESIDUAL or WIDE else 1
     PART_N: tl.constexpr = BLOCK_N // PARTS

@@ -21,7 +21,8 @@ from ck_patch.dlpack import to_dlpack
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.failures import decline, hand_over
-from ck_patch.ops.gemm import CODES, Int8Gemm
+from ck_patch.ops.gemm import Int8Gemm
+from ck_patch.ops.gemm_contract import CODES
 from ck_patch.ops.watched import watched
 from ck_patch.route import DevicePath, device_path
 

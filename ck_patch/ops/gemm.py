@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,13 +15,14 @@ from ck_patch.device import DeviceProfile, interpreting, profile
 from ck_patch.kernels.launch import Gemm, Launch, Operands, Rounding
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse
-from ck_patch.route import Backend, GemmCall, Route, decide, device_path
-
-_OUT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
-    {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
+from ck_patch.ops.gemm_contract import (
+    DTYPE_NAMES,
+    call_key,
+    misaligned,
+    operands,
+    well_formed,
 )
-_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-CODES = {dtype: code for code, dtype in _OUT_DTYPES.items()}
+from ck_patch.route import Backend, GemmCall, Route, decide, device_path
 
 # The first use of a kernel is compared with stock on so many rows at either end of the output. Rows
 # of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
@@ -102,7 +101,7 @@ class Int8Gemm:
         after which the CUDA context is dead.
         """
         try:
-            key = _key(tensors, code, stream)
+            key = call_key(tensors, code, stream)
         except Exception:
             # A tensor that does not answer, a sparse one for instance: stock will say.
             return False
@@ -154,7 +153,7 @@ class Int8Gemm:
 
     def _run(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if _misaligned(pointers):
+        if misaligned(pointers):
             if log.paths_wanted():
                 log.path(
                     f"{self._operation}, a tensor that does not start on a multiple of 16 bytes: "
@@ -171,8 +170,8 @@ class Int8Gemm:
     ) -> bool:
         if plan.launch is None:
             if not plan.kernel.proven:
-                return self._prove(plan.kernel, plan.device, _operands(tensors), stream)
-            plan.launch = plan.kernel.gemm.bind(_operands(tensors))
+                return self._prove(plan.kernel, plan.device, operands(tensors), stream)
+            plan.launch = plan.kernel.gemm.bind(operands(tensors))
         plan.launch(tensors, pointers, stream)
         return True
 
@@ -221,7 +220,7 @@ class Int8Gemm:
         self, key: tuple[object, ...], tensors: Sequence[torch.Tensor], code: object
     ) -> Plan | None:
         plan = None
-        if _well_formed(tensors, code):
+        if well_formed(tensors, code):
             a, b, _, _, bias, d, *residual = tensors
             n, k = b.shape
             bias_dtype = bias.dtype if bias.numel() else None
@@ -245,8 +244,8 @@ class Int8Gemm:
             m,
             n,
             k,
-            _DTYPE_NAMES[out_dtype],
-            None if bias_dtype is None else _DTYPE_NAMES[bias_dtype],
+            DTYPE_NAMES[out_dtype],
+            None if bias_dtype is None else DTYPE_NAMES[bias_dtype],
             accepts_bias=self._any_bias or bias_dtype in (None, out_dtype),
             residual=residual,
             backend=self._backend,
@@ -309,93 +308,3 @@ class Int8Gemm:
 
     def _profile(self, device: int) -> DeviceProfile:
         return profile(device, self._settings.assumed(device))
-
-
-def _key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:
-    """All that a plan depends on, addresses aside; None unless the types are those of the contract.
-
-    This runs at every call: plain attribute reads, and everything that can be told from them is
-    decided once per key.
-    """
-    a, b, xs, ws, bias, d, *residual = tensors
-    if not (
-        type(a) is type(b) is type(xs) is type(ws) is type(bias) is type(d) is torch.Tensor
-        and type(code) is type(stream) is int
-    ):
-        return None
-    key: tuple[object, ...] = (
-        code,
-        a.shape,
-        b.shape,
-        xs.shape,
-        ws.shape,
-        bias.shape,
-        d.shape,
-        a.dtype,
-        b.dtype,
-        xs.dtype,
-        ws.dtype,
-        bias.dtype,
-        d.dtype,
-        a.device,
-        b.device,
-        xs.device,
-        ws.device,
-        bias.device,
-        d.device,
-        a.is_contiguous()
-        and b.is_contiguous()
-        and xs.is_contiguous()
-        and ws.is_contiguous()
-        and bias.is_contiguous()
-        and d.is_contiguous(),
-        # Their memory holds the values with the other sign.
-        a.is_neg() or b.is_neg() or xs.is_neg() or ws.is_neg() or bias.is_neg() or d.is_neg(),
-    )
-    for tensor in residual:
-        if type(tensor) is not torch.Tensor:
-            return None
-        key += tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.is_neg()
-    return key
-
-
-def _well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
-    """Whether a call keeps stock's contract to the letter; stock answers the others itself."""
-    a, b, xs, ws, bias, d, *residual = tensors
-    if a.dim() != 2 or b.dim() != 2:
-        return False
-    m, k = a.shape
-    n = b.shape[0]
-    return (
-        b.shape[1] == k
-        and d.shape == (m, n)
-        and xs.numel() == m
-        and ws.numel() == n
-        and bias.numel() in (0, n)
-        and a.dtype == b.dtype == torch.int8
-        and xs.dtype == ws.dtype == torch.float32
-        and d.dtype == _OUT_DTYPES.get(cast(int, code))
-        and bias.dtype in _DTYPE_NAMES
-        and all(t.is_contiguous() and not t.is_neg() and t.device == a.device for t in tensors)
-        and (not residual or _fits_residual(residual, d))
-    )
-
-
-def _fits_residual(residual: Sequence[torch.Tensor], d: torch.Tensor) -> bool:
-    addend, scale = residual
-    return (
-        addend.shape == d.shape
-        and scale.numel() == d.shape[1]
-        and addend.dtype == scale.dtype == d.dtype
-    )
-
-
-def _operands(tensors: Sequence[torch.Tensor]) -> Operands:
-    a, b, xs, ws, bias, d, *residual = tensors
-    return Operands(a, b, xs, ws, bias if bias.numel() else None, d, *residual)
-
-
-def _misaligned(pointers: Sequence[int]) -> int:
-    """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
-    an empty bias starts at zero."""
-    return functools.reduce(operator.or_, pointers) & 15

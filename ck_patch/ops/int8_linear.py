@@ -20,7 +20,8 @@ from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
 from ck_patch.ops.failures import Failures, decline, hand_over
-from ck_patch.ops.gemm import CODES, Int8Gemm
+from ck_patch.ops.gemm import Int8Gemm
+from ck_patch.ops.gemm_contract import CODES
 from ck_patch.ops.half_linear import HalfLinear
 from ck_patch.ops.watched import watched
 from ck_patch.route import Backend, DevicePath, device_path

@@ -16,7 +16,7 @@ from ck_patch.device import interpreting, profile
 from ck_patch.ops import eager_host, triton_rows
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse
-from ck_patch.ops.gemm import CODES
+from ck_patch.ops.gemm_contract import CODES
 from ck_patch.ops.watched import watched
 from ck_patch.route import Backend, device_path
 

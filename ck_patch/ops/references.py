@@ -8,7 +8,8 @@ from ck_patch import chunks
 from ck_patch.context import Function, OpContext
 from ck_patch.dlpack import renewed
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops.gemm import CODES, Reference
+from ck_patch.ops.gemm import Reference
+from ck_patch.ops.gemm_contract import CODES
 
 # Bytes of the weight that are copied at once.
 _COPIED = 64 * 2**20

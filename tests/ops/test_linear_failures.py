@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from ck_patch.kernels.launch import Gemm
     from ck_patch.kernels.quantize_rows import RowQuantizer
     from ck_patch.ops import first_use
-    from ck_patch.ops.gemm import _operands
+    from ck_patch.ops.gemm_contract import operands
 
     state = SimpleNamespace(capturing=False)
     stream = SimpleNamespace(cuda_stream=0)
@@ -57,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tiles, "mma_sync", lambda *size: tiles.INTERPRETER)
 
     def bind_gemm(self: Gemm, call: Operands) -> Callable[..., None]:
-        return lambda tensors, pointers, stream: self.run(_operands(tensors))
+        return lambda tensors, pointers, stream: self.run(operands(tensors))
 
     def bind_quantizer(self: RowQuantizer, x: torch.Tensor) -> Callable[..., None]:
         (m, k), dtype = x.shape, x.dtype

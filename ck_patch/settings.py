@@ -69,7 +69,7 @@ CACHE_DIR = Variable(
     "directory",
     "",
     "Absolute path of the folder for what is measured on this machine; empty means ck_patch in "
-    "the user's cache folder. This version measures nothing and writes nothing.",
+    "the user's cache folder (XDG_CACHE_HOME, ~/Library/Caches or %LOCALAPPDATA%).",
 )
 
 ASSUME = Variable(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from ck_patch.kernels.replay import replay
 from ck_patch.tiles import TileConfig
 
 
@@ -123,12 +124,13 @@ class Gemm:
 
     def bind(self, call: Operands) -> Launch:
         """The launch of calls of the same shape; `run` must have compiled the kernel."""
-        runner = self._compiled[self.programs(call.m, call.n), 1, 1]
-        sizes = self._sizes(call)
         operands = self.operands
         absent = () if call.residual is not None else (0, 0)
+        leading = 8 - len(absent)
+        programs = self.programs(call.m, call.n)
+        replayed = replay(self._compiled, programs, leading, (*absent, *self._sizes(call)))
 
         def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> None:
-            runner(*operands(tensors, pointers), *absent, *sizes, stream=stream)
+            replayed(operands(tensors, pointers), stream)
 
         return launch

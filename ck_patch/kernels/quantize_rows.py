@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ck_patch.kernels._blocks import _COMPILED
+from ck_patch.kernels.replay import replay
 
 Rounding = Literal["cuda", "triton", "eager"]
 """The stock quantizer whose results count. CUDA's and Triton's are the same, bit for bit, but for
@@ -195,13 +196,7 @@ class RowQuantizer:
     def bind(self, x: torch.Tensor) -> Launch:
         """The launch of calls of the shape and dtype of x; `run` must have compiled the kernel on
         as many columns of that dtype."""
-        runner = self._compiled[x.shape[0], 1, 1]
-        arguments = self._arguments(x)
-
-        def launch(pointers: Sequence[int], stream: int) -> None:
-            runner(*pointers, *arguments, stream=stream)
-
-        return launch
+        return replay(self._compiled, x.shape[0], 3, self._arguments(x))
 
 
 def _shape_of_program(k: int, dtype: torch.dtype) -> tuple[int, int]:

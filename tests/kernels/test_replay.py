@@ -1,4 +1,4 @@
-"""What reaches the C function of a compiled kernel: the same by replay as by Triton's own runner."""
+"""What reaches the C function of a compiled kernel: the same by replay as by the runner."""
 
 from __future__ import annotations
 

@@ -1,0 +1,180 @@
+"""The file of a tuning table: what it holds, how it is read, and how it is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ck_patch.environment import FORMAT, Environment
+
+# An entry has a few hundred bytes, a table some hundred entries.
+_LARGEST = 8 * 2**20
+_LARGEST_M = 2**63
+_ABANDONED_AFTER = 3600.0
+# On Windows a file cannot be replaced while another process has it open, if only to read it.
+_PAUSES = (0.01, 0.05, 0.2) if sys.platform == "win32" else ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured for one key: the candidate chosen, the M it was measured at, microseconds
+    by candidate, and whether by calls of a render ("run") or by a sweep.
+
+    Raises ValueError or TypeError for what is none of that, so that a file can hold it.
+    """
+
+    choice: str
+    m: int
+    us: Mapping[str, float]
+    source: Literal["run", "sweep"]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.choice, str) or not self.choice:
+            raise ValueError(f"choice is {self.choice!r}")
+        if type(self.m) is not int or not 0 < self.m < _LARGEST_M:
+            raise ValueError(f"m is {self.m!r}")
+        if self.source not in ("run", "sweep"):
+            raise ValueError(f"source is {self.source!r}")
+        if not isinstance(self.us, Mapping):
+            raise TypeError(f"us is {self.us!r}")
+        # A copy: the table is written by another thread.
+        object.__setattr__(self, "us", {name: _time(us) for name, us in self.us.items()})
+
+
+def _time(us: object) -> float:
+    if isinstance(us, bool) or not isinstance(us, int | float):
+        raise TypeError(f"a time is {us!r}")
+    if not 0 <= us <= sys.float_info.max:
+        raise ValueError(f"a time is {us!r}")
+    return float(us)
+
+
+class NewerFormat(ValueError):
+    """The file was written by a newer ck_patch."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The entries found; `obstacle` says why the file must stay as it is."""
+
+    entries: dict[str, Entry]
+    obstacle: str | None = None
+
+
+def displaces(entry: Entry, known: Entry | None) -> bool:
+    """Whether `entry`, the newer, takes the place of `known`: what a render measured, beside its
+    own work, never does that to what a sweep measured."""
+    return known is None or known.source == "run" or entry.source == "sweep"
+
+
+def merged(older: Mapping[str, Entry], newer: Mapping[str, Entry]) -> dict[str, Entry]:
+    """All entries, and of two with one key the one that stays."""
+    displacing = {key: e for key, e in newer.items() if displaces(e, older.get(key))}
+    return {**older, **displacing}
+
+
+def render(environment: Environment, entries: Mapping[str, Entry]) -> bytes:
+    """The document of a table."""
+    document = {
+        "format": FORMAT,
+        "environment": dict(environment),
+        "entries": {
+            key: {"choice": e.choice, "m": e.m, "us": e.us, "source": e.source}
+            for key, e in entries.items()
+        },
+    }
+    return f"{json.dumps(document, indent=1, sort_keys=True, allow_nan=False)}\n".encode()
+
+
+def parse(content: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Environment and entries of a document, without the entries that are malformed.
+
+    Raises ValueError for what is no table, NewerFormat for one of a later format.
+    """
+    if len(content) > _LARGEST:
+        raise ValueError("it is too large for a table")
+    try:
+        # Editors on Windows may put a byte order mark there.
+        document = json.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply for a table") from None
+    if not isinstance(document, dict) or type(document.get("format")) is not int:
+        raise ValueError("it is no table")
+    if document["format"] > FORMAT:
+        raise NewerFormat(f"its format is {document['format']}, here {FORMAT}")
+    environment, items = document.get("environment"), document.get("entries")
+    if (
+        document["format"] != FORMAT
+        or not isinstance(environment, dict)
+        or not isinstance(items, dict)
+    ):
+        raise ValueError("it is no table")
+    entries = {}
+    for key, item in items.items():
+        with contextlib.suppress(ValueError, TypeError, LookupError):
+            entries[key] = Entry(item["choice"], item["m"], item["us"], item["source"])
+    return environment, entries
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file, or as much of it as `parse` needs to refuse it."""
+    with path.open("rb") as file:
+        return file.read(_LARGEST + 1)
+
+
+def read(path: Path, environment: Environment) -> Content:
+    """What the file holds for that environment; never raises: a broken file holds nothing."""
+    try:
+        # Opening a pipe would wait for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return Content({}, "is not a regular file")
+        theirs, entries = parse(read_bytes(path))
+    except FileNotFoundError:
+        return Content({})
+    except OSError as error:
+        return Content({}, f"cannot be read ({error.strerror or error})")
+    except NewerFormat:
+        return Content({}, "was written by a newer ck_patch")
+    except ValueError:
+        return Content({})
+    if theirs != environment:
+        return Content({}, "is of another environment")
+    return Content(entries)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put `content` in the place of the file, whole or not at all; raises OSError."""
+    # Not by process id alone: containers that share the folder may have the same ones.
+    part = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with part.open("xb") as file:
+            file.write(content)
+            file.flush()
+            # Without it a crash of the machine can leave the new name on an empty file.
+            os.fsync(file.fileno())
+        for pause in _PAUSES:
+            with contextlib.suppress(PermissionError):
+                os.replace(part, path)
+                return
+            time.sleep(pause)
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote."""
+    for part in folder.glob("tuned-*.json.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_AFTER:
+                part.unlink()

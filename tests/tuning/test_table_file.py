@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -223,8 +224,9 @@ def test_a_newer_format_is_told_from_none() -> None:
         parse(written({}, format=2).encode())
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
 def test_what_is_not_a_file_is_an_obstacle_and_is_not_waited_for(tmp_path: Path) -> None:
+    if sys.platform == "win32":
+        pytest.skip("needs pipes and links")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")

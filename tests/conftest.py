@@ -1,4 +1,4 @@
-"""Fixtures that every test folder shares: GPU markers, and interpreters to break things in."""
+"""Fixtures that test folders share: GPU markers, records, and interpreters to break things in."""
 
 from __future__ import annotations
 
@@ -37,6 +37,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, needed in marked:
         if present < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {present}"))
+
+
+class Record:
+    """Rows that the tests of this run measured or compared, by the name of the table."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+
+    def add(self, table: str, **row: Any) -> None:
+        self.tables.setdefault(table, []).append(row)
+
+
+@pytest.fixture(scope="session")
+def record(request: pytest.FixtureRequest) -> Iterator[Record]:
+    """What the GPU tests saw; `--record FILE` keeps it."""
+    record = Record()
+    yield record
+    target: Path | None = request.config.getoption("--record")
+    if target is None:
+        return
+    from ck_patch.stamp import stamp
+
+    session = request.session
+    document = {
+        "stamp": stamp(),
+        "command": f"./scripts/test.sh -m {request.config.option.markexpr} --record {target.name}",
+        "tests": {"collected": session.testscollected, "failed": session.testsfailed},
+        **record.tables,
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 class WarmInterpreter:

@@ -26,9 +26,8 @@ class Call:
 
     def run(self, function: Any) -> tuple[bool, torch.Tensor]:
         """Call `function` with fresh capsules; the output is poisoned before."""
-        d = torch.full(
-            (self.a.shape[0], self.b.shape[0]), torch.nan, dtype=self.out_dtype, device="cuda"
-        )
+        shape = self.a.shape[0], self.b.shape[0]
+        d = torch.full(shape, torch.nan, dtype=self.out_dtype, device=self.a.device)
         return self.into(function, d), d
 
     def replay(self, function: Any) -> tuple[bool, torch.Tensor]:
@@ -43,7 +42,7 @@ class Call:
 
     def into(self, function: Any, d: torch.Tensor) -> bool:
         tensors = (self.a, self.b, self.xs, self.ws, self.bias, d)
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(d.device).cuda_stream
         done: bool = function(*map(to_dlpack, tensors), CODES[self.out_dtype], stream)
         return done
 

@@ -33,7 +33,7 @@ class ResidualCall:
         if d is None:
             d = torch.full_like(self.residual, torch.nan)
         tensors = (call.a, call.b, call.xs, call.ws, call.bias, self.scale, self.residual, d)
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(d.device).cuda_stream
         assert function(*map(to_dlpack, tensors), CODES[call.out_dtype], stream)
         return d
 

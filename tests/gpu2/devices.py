@@ -102,8 +102,8 @@ def kernels(seen: set[Kernel], start: str) -> set[str]:
 
 
 def synchronize() -> None:
-    """Wait for both GPUs."""
-    for device in (0, 1):
+    """Wait for all GPUs."""
+    for device in range(torch.cuda.device_count()):
         torch.cuda.synchronize(device)
 
 

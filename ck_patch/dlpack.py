@@ -11,23 +11,23 @@ import torch
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 
-_Capsule = type(to_dlpack(torch.empty(0, device="cpu")))
 
-
-def open_capsules(values: Sequence[object]) -> list[object]:
-    """Each capsule as a tensor on the same memory; what is no capsule, or cannot be opened, as is.
+def open_capsules(values: Sequence[object]) -> tuple[list[object], bool]:
+    """Each capsule as a tensor on the same memory, and whether all were capsules; what is none, or
+    cannot be opened, as it is.
 
     A capsule opens once: whatever is called with the same values afterwards needs `renewed` ones.
     """
-    return [_open(value) if type(value) is _Capsule else value for value in values]
-
-
-def _open(capsule: object) -> object:
-    try:
-        return from_dlpack(capsule)
-    except (RuntimeError, BufferError, TypeError, ValueError):
-        # Spent, or of a device or dtype torch does not know: stock will say which.
-        return capsule
+    opened: list[object] = []
+    complete = True
+    for value in values:
+        try:
+            opened.append(from_dlpack(value))
+        except (RuntimeError, BufferError, TypeError, ValueError):
+            # No capsule, a spent one, or of a device or dtype torch does not know: stock will say.
+            opened.append(value)
+            complete = False
+    return opened, complete
 
 
 def renewed(values: Sequence[object], opened: Sequence[object]) -> list[object]:

@@ -6,18 +6,18 @@ the GEMM entry has to open six of them again. Here the tensors are at hand.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-import wrapt
 
 from ck_patch import log, notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import profile
-from ck_patch.dlpack import to_dlpack
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.failures import decline, hand_over
@@ -26,11 +26,10 @@ from ck_patch.ops.gemm_contract import CODES
 from ck_patch.ops.watched import watched
 from ck_patch.route import DevicePath, device_path
 
-# Elements of an activation below which stock's quantizer costs less than the host's time to launch
-# ours: 4 us on the GPU at most, beside 12 us (measured beside an H200).
-_SMALL = 2**20
-
 _NO_DEVICE = DevicePath("stock", "the device does not answer")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# A process that meets more shapes than this asks anew.
+_MAX_SHAPES = 4096
 
 
 class CudaInt8Linear:
@@ -41,7 +40,7 @@ class CudaInt8Linear:
     with one or N values, bias of N values in the output dtype or none. Input activations,
     residuals, rotations that stock does in two steps, one or two rows (which have kernels of their
     own) and everything else go to stock whole. The activation is quantized by what stands in the
-    host's module, small ones in eager calls by stock's kernel, which gives the same.
+    host's module; where that is ours, its kernel is launched from here once it has been proven.
 
     On a device that stock's kernels cannot run on, which a registry that was validated against
     another device of the host does not know, and where CK_PATCH_INT8=fp16 asks for it, the eager
@@ -58,39 +57,39 @@ class CudaInt8Linear:
         self._settings = context.settings
         self._signature = inspect.signature(stock)
         self._paths: dict[int, DevicePath] = {}
-        # By device, dtype and K: whose kernel was given the chance to be proven.
-        self._quantized: set[tuple[int, torch.dtype, int]] = set()
+        # By device, rows, K and group size: whether stock rotates and quantizes in one kernel.
+        self._in_one_step: dict[tuple[object, ...], bool] = {}
         self._device_type = "cuda"
         # A CPU build of torch has neither of the two.
         self._current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        self._capturing: Any = torch.cuda.is_current_stream_capturing
         self._active = True
-        self._function = wrapt.FunctionWrapper(stock, self._call)
+
+        # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
+        @functools.wraps(stock)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            # A tracer must not see a launch, nor a transform miss one.
+            if not self._active or watched():
+                return stock(*args, **kwargs)
+            return self._call(stock, args, kwargs)
+
+        self._function = function
 
     @property
     def function(self) -> Function:
-        """The wrapper to install: signature, name and docstring are stock's."""
-        return cast(Function, self._function)
+        """The function to install; signature and docstring are stock's."""
+        return self._function
 
     def deactivate(self) -> None:
         """Pass every further call straight to stock."""
         self._active = False
 
-    def _call(
-        self, stock: Function, instance: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        if (
-            not self._active
-            # A tracer must not see a launch, nor a transform miss one.
-            or watched()
-        ):
-            return stock(*args, **kwargs)
+    def _call(self, stock: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         path = self._path(args[0] if args else kwargs.get("x"))
-        if path.path not in ("stock", "triton"):
+        if path.path != "stock" and not path.ours:
             return self._redirect(stock, path, args, kwargs)
         if (
-            path.path == "stock"
+            not path.ours
             or args
             or not self._gemm.useful
             # Whoever replaced the entry since wants it called.
@@ -161,17 +160,17 @@ class CudaInt8Linear:
         """The result, or None where the call is stock's."""
         if unknown or residual is not None or input_act not in (None, "none"):
             return None
-        plain = torch.Tensor
-        if type(bias) is torch.nn.Parameter:
-            bias = bias.detach()
-        if not type(x) is type(weight) is type(weight_scale) is plain:
+        if not type(x) is type(weight) is type(weight_scale) is torch.Tensor:
             return None
+        shape, weight_shape = x.shape, weight.shape
+        if len(weight_shape) != 2 or not shape or shape[-1] != weight_shape[1]:
+            return None
+        n, k = weight_shape
+        rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
+        on, device = x.device, x.get_device()
         dtype = out_dtype or x.dtype
-        n, k = weight.shape if weight.dim() == 2 else (0, 0)
-        rows = x.numel() // k if k and x.dim() and x.shape[-1] == k else 0
-        device = x.get_device()
         if (
-            x.device.type != self._device_type
+            on.type != self._device_type
             or rows < 3
             or x.dtype not in CODES
             or dtype not in CODES
@@ -190,15 +189,18 @@ class CudaInt8Linear:
             or self._host._DISABLE_CUTLASS_INT8
         ):
             return None
-        if bias is not None and not (
-            type(bias) is plain
-            and bias.dtype == dtype
-            and bias.numel() == n
-            and bias.is_contiguous()
-            and bias.get_device() == device
-            and not bias.is_neg()
-        ):
-            return None
+        if bias is not None:
+            if not (
+                type(bias) in _PLAIN
+                and bias.dtype == dtype
+                and bias.numel() == n
+                and bias.is_contiguous()
+                and bias.get_device() == device
+                and not bias.is_neg()
+            ):
+                return None
+            if bias.requires_grad:
+                bias = bias.detach()
         plan = self._gemm.plan(device, rows, n, k, dtype, None if bias is None else dtype)
         # Ask before the activation is quantized: declining later would cost that.
         if plan is None or not self._gemm.ready(plan):
@@ -206,49 +208,57 @@ class CudaInt8Linear:
         starts = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
         if (starts | (weight_scale.data_ptr() if weight_scale.numel() == n else 0)) & 15:
             return None
-        x_2d = x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
+        x_2d = x if len(shape) == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
         if convrot and not self._rotates_in_one_step(x_2d, convrot_groupsize):
             return None
         if weight_scale.numel() != n:
             weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
-        on = x.device
         stream = self._current_stream(device)
-        if convrot:
-            quantized = self._host.quantize_int8_rowwise_convrot64(x_2d, convrot_groupsize)
-        else:
-            quantized = self._quantize(x_2d, stream)
+        q, x_scale = self._quantize(x_2d, bool(convrot), stream)
         out = torch.empty((rows, n), dtype=dtype, device=on)
         if bias is None:
             bias = self._host._empty_cuda_tensor(on, dtype)
-        tensors = (quantized[0], weight, quantized[1], weight_scale, bias, out)
-        if not self._gemm.launch(plan, tensors, stream):
+        if not self._gemm.launch(plan, (q, weight, x_scale, weight_scale, bias, out), stream):
             return None
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], n)
+        return out if len(shape) == 2 else out.view(*shape[:-1], n)
 
-    def _quantize(self, x: torch.Tensor, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the host's function, a slot of its own, or by stock's entry, which costs the host
-        less: in eager calls with little to do, once the slot's kernel has been proven."""
-        rows, k = x.shape
-        kind = (x.get_device(), x.dtype, k)
-        if x.numel() >= _SMALL or kind not in self._quantized or self._capturing():
-            found: tuple[torch.Tensor, torch.Tensor] = self._host.quantize_int8_rowwise(x)
-            self._quantized.add(kind)
-            return found
-        q = torch.empty((rows, k), dtype=torch.int8, device=x.device)
-        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-        entry = self._host._C.quantize_int8_rowwise
-        entry(to_dlpack(x), to_dlpack(q), to_dlpack(scale), False, 0, stream)
-        return q, scale
+    def _quantize(
+        self, x: torch.Tensor, rotate: bool, stream: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the host's function as it is now, or, if that is ours, by the launch that it makes."""
+        host = self._host
+        function = host.quantize_int8_rowwise_convrot64 if rotate else host.quantize_int8_rowwise
+        op: Any = getattr(function, "ck_patch_op", None)
+        # What wraps ours may have its attributes.
+        launch = op.launch(x) if op is not None and op.function is function else None
+        start = x.data_ptr()
+        if launch is not None and start and start % 16 == 0:
+            m, k = x.shape
+            q = torch.empty((m, k), dtype=torch.int8, device=x.device)
+            scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+            try:
+                launch((start, q.data_ptr(), scale.data_ptr()), stream)
+                return q, scale
+            except Exception as error:
+                op.failed(error, x.get_device())
+        found: tuple[torch.Tensor, torch.Tensor] = function(x, 256) if rotate else function(x)
+        return found
 
     def _rotates_in_one_step(self, x: torch.Tensor, group: object) -> bool:
         """Whether stock rotates and quantizes these rows in one kernel; its own condition."""
-        k = x.shape[1]
-        return (
-            group == 256
-            and k % 256 == 0
-            and k <= self._host._CONVROT_FUSED_MAX_K
-            and self._host._convrot_fused_shared_memory_fits(x, k, group)
-        )
+        m, k = x.shape
+        key = (x.get_device(), m, k, group)
+        found = self._in_one_step.get(key)
+        if found is None:
+            if len(self._in_one_step) >= _MAX_SHAPES:
+                self._in_one_step.clear()
+            found = self._in_one_step[key] = (
+                group == 256
+                and k % 256 == 0
+                and k <= self._host._CONVROT_FUSED_MAX_K
+                and self._host._convrot_fused_shared_memory_fits(x, k, group)
+            )
+        return found
 
 
 def _stock_of(entry: Any) -> Function:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import wrapt
@@ -27,7 +28,8 @@ class CutlassInt8Dequant:
         self, operation: str, order: Sequence[int], stock: Function, context: OpContext
     ) -> None:
         self._gemm = Int8Gemm(operation, "cuda", references.cutlass(stock, context), context)
-        self._order = tuple(order)
+        self._count = len(order) + 2
+        self._in_order: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*order)
         self._active = True
         self._function = wrapt.FunctionWrapper(stock, self._call)
 
@@ -46,14 +48,14 @@ class CutlassInt8Dequant:
         if (
             not (self._active and self._gemm.useful)
             or kwargs
-            or len(args) != len(self._order) + 2
+            or len(args) != self._count
             # A tracer must not see a launch, nor a transform miss one.
             or watched()
         ):
             return stock(*args, **kwargs)
         *capsules, code, stream = args
-        opened = open_capsules(capsules)
-        if self._gemm.run([opened[index] for index in self._order], code, stream):
+        opened, complete = open_capsules(capsules)
+        if complete and self._gemm.run(self._in_order(opened), code, stream):
             return True
         return stock(*renewed(capsules, opened), code, stream)
 

@@ -22,23 +22,22 @@ CODES = {dtype: code for code, dtype in OUT_DTYPES.items()}
 def call_key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:
     """All that a plan depends on, addresses aside; None unless the types are those of the contract.
 
-    This runs at every call: plain attribute reads, and everything that can be told from them is
-    decided once per key.
+    The tensors are such as capsules open to: of no subclass, without gradient or negative bit. This
+    runs at every call: plain reads, and everything that can be told from them is decided once per
+    key.
     """
-    a, b, xs, ws, bias, d, *residual = tensors
-    if not (
-        type(a) is type(b) is type(xs) is type(ws) is type(bias) is type(d) is torch.Tensor
-        and type(code) is type(stream) is int
-    ):
+    if not type(code) is type(stream) is int:
         return None
-    key: tuple[object, ...] = (
+    a, b, xs, ws, bias, d, *residual = tensors
+    key = (
         code,
         a.shape,
         b.shape,
-        xs.shape,
-        ws.shape,
-        bias.shape,
         d.shape,
+        # How a vector is shaped is all the same.
+        xs.numel(),
+        ws.numel(),
+        bias.numel(),
         a.dtype,
         b.dtype,
         xs.dtype,
@@ -57,14 +56,20 @@ def call_key(tensors: Sequence[Any], code: object, stream: object) -> tuple[obje
         and ws.is_contiguous()
         and bias.is_contiguous()
         and d.is_contiguous(),
-        # Their memory holds the values with the other sign.
-        a.is_neg() or b.is_neg() or xs.is_neg() or ws.is_neg() or bias.is_neg() or d.is_neg(),
     )
-    for tensor in residual:
-        if type(tensor) is not torch.Tensor:
-            return None
-        key += tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.is_neg()
-    return key
+    if not residual:
+        return key
+    addend, scale = residual
+    return (
+        *key,
+        addend.shape,
+        scale.numel(),
+        addend.dtype,
+        scale.dtype,
+        addend.device,
+        scale.device,
+        addend.is_contiguous() and scale.is_contiguous(),
+    )
 
 
 def well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from ck_patch import notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
+from ck_patch.kernels.replay import Replay
 from ck_patch.ops import eager_host, triton_rows
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse
@@ -66,7 +66,8 @@ class QuantizeRows:
         self._first_use = FirstUse()
         self._paths: dict[int, str] = {}
         self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
-        self._launches: dict[tuple[object, ...], Callable[..., None]] = {}
+        # Of kernels that are proven, by device, dtype and shape; none after a failure.
+        self._launches: dict[tuple[object, ...], Replay] = {}
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
         self._active = True
@@ -102,6 +103,7 @@ class QuantizeRows:
             quantized = self._quantize(x)
             return fallback(*args, **kwargs) if quantized is None else quantized
 
+        function.ck_patch_op = self  # type: ignore[attr-defined]
         self._function = function
 
     def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -132,6 +134,21 @@ class QuantizeRows:
     def deactivate(self) -> None:
         """Pass every further call to stock."""
         self._active = False
+
+    def launch(self, x: torch.Tensor) -> Replay | None:
+        """What quantizes rows like x by the addresses of x, q and scale, once `function` has proven
+        the kernel: for a caller that has made the checks, and reports what is raised to `failed`.
+
+        x [M, K] is what `function` takes, to be rounded to nearest, of the current device.
+        """
+        if not self._active:
+            return None
+        return self._launches.get((x.get_device(), x.dtype, x.shape))
+
+    def failed(self, error: Exception, device: int) -> None:
+        """Account for a failure of ours; raises it again if stock cannot help."""
+        if self._failures.account(error, device):
+            self._launches.clear()
 
     def _path(self, device: int) -> str:
         path = self._paths.get(device)
@@ -165,7 +182,7 @@ class QuantizeRows:
                     return self._run(x, device)
             return self._run(x, device)
         except Exception as error:
-            self._failures.account(error, device)
+            self.failed(error, device)
             return None
 
     def _run(self, x: torch.Tensor, device: int) -> Quantized | None:
@@ -211,6 +228,7 @@ class QuantizeRows:
         ran, found = self._first_use.prove(device, stream, run, fault)
         if found is not None:
             self._failures.open(device, found)
+            self._launches.clear()
             return False
         # What the interpreter ran was not compared.
         kernel.proven = ran and device >= 0

@@ -195,6 +195,27 @@ def test_a_malformed_call_fails_as_stock_does_and_changes_nothing(
     assert good.is_exact()
 
 
+@pytest.mark.parametrize("bare", range(6))
+def test_what_is_no_capsule_reaches_stock_as_it_is(make_op: MakeOp, bare: int) -> None:
+    """nanobind takes tensors too, whose memory may hold the values with the other sign."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stock(*args: Any) -> bool:
+        seen.append(args)
+        return True
+
+    call = make_call(bias=torch.ones(16))
+    arguments = call.arguments()
+    arguments[bare] = torch._neg_view(call.tensors[bare])
+    assert make_op(stock).function(*arguments) is True
+    ((*values, code, stream),) = seen
+    assert (code, stream) == (arguments[6], arguments[7])
+    assert values[bare] is arguments[bare]
+    for index, value in enumerate(values):
+        if index != bare:
+            assert from_dlpack(value).data_ptr() == call.tensors[index].data_ptr()
+
+
 def test_a_code_that_cannot_be_hashed_is_the_callers_mistake(
     make_op: MakeOp, real_stock: Callable[..., Any], breaker: Breaker
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -10,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ck_patch import log
 from ck_patch.breaker import Breaker
-from ck_patch.ops import cuda_int8_linear, eager_host, watched
+from ck_patch.ops import eager_host, watched
 
 pytestmark = pytest.mark.interpreter
 
@@ -37,22 +38,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that looks like the CUDA backend; `rotated`, `quantized` and `stock` have the calls.
-
-    A plain quantizer appends "slot" to `quantized`, the entry behind it "entry".
-    """
+    """A module that looks like the CUDA backend; `rotated` and `stock` have the calls."""
     module: Any = ModuleType(HOST)
-    module.stock, module.rotated, module.quantized = [], [], []
-
-    def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        module.quantized.append("slot")
-        return quantize(x)
-
-    def entry(x: Any, q: Any, scale: Any, stochastic: bool, seed: int, stream: int) -> None:
-        assert (stochastic, seed, stream) == (False, 0, 7)
-        module.quantized.append("entry")
-        for target, value in zip((q, scale), quantize(from_dlpack(x)), strict=True):
-            from_dlpack(target).copy_(value)
+    module.stock, module.rotated = [], []
 
     def rotate(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         module.rotated.append(group)
@@ -67,12 +55,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     int8_linear.__module__ = HOST
     module.int8_linear = int8_linear
-    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True, quantize_int8_rowwise=entry)
+    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True)
     module._DISABLE_CUTLASS_INT8 = False
     module._CONVROT_FUSED_MAX_K = 512
     module._convrot_fused_shared_memory_fits = lambda x, k, group: True
     module._empty_cuda_tensor = lambda device, dtype: torch.empty(0, dtype=dtype)
-    module.quantize_int8_rowwise = quantize_rows
+    module.quantize_int8_rowwise = quantize
     module.quantize_int8_rowwise_convrot64 = rotate
     monkeypatch.setitem(sys.modules, HOST, module)
     return module
@@ -89,7 +77,6 @@ def make_op(host: Any, breaker: Breaker, **settings: Any) -> Any:
     op._device_type = "cpu"
     op._current_device = lambda: -1
     op._current_stream = lambda device: 7
-    op._capturing = lambda: False
     return op
 
 
@@ -147,25 +134,103 @@ def test_a_plain_linear_is_computed_without_stock(
     assert not out.requires_grad
 
 
-def test_small_calls_are_quantized_by_the_entry_once_the_slot_has_had_its_first(
-    op: Any, host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(x: torch.Tensor) -> str:
-        given = form(x, weight=torch.randint(-127, 128, (24, x.shape[1]), dtype=torch.int8))
-        out = op.function(**given)
-        exact = linear(x, given["weight"], given["weight_scale"], given["bias"])
-        torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-4)
-        return str(host.quantized[-1])
+class Quantizer:
+    """Stands in for the op behind a quantizer's slot; `seen` has how each call came."""
 
-    assert run(torch.randn(5, 64)) == "slot"
-    assert run(torch.randn(5, 64)) == run(torch.randn(9, 64)) == "entry"
-    assert run(torch.randn(5, 64).half()) == run(torch.randn(5, 128)) == "slot"
-    op._capturing = lambda: True
-    assert run(torch.randn(5, 64)) == "slot"
-    op._capturing = lambda: False
-    monkeypatch.setattr(cuda_int8_linear, "_SMALL", 5 * 64)
-    assert (run(torch.randn(4, 64)), run(torch.randn(5, 64))) == ("entry", "slot")
+    def __init__(self, rotates: bool = False) -> None:
+        self.seen: list[str] = []
+        self.error: BaseException | None = None
+        self.bound = True
+
+        def function(x: torch.Tensor, *group: int) -> tuple[torch.Tensor, torch.Tensor]:
+            assert group == ((256,) if rotates else ())
+            self.seen.append("function")
+            return quantize(x)
+
+        function.ck_patch_op = self  # type: ignore[attr-defined]
+        self.function = function
+
+    def launch(self, x: torch.Tensor) -> Any:
+        assert x.dim() == 2
+        assert x.is_contiguous()
+
+        def launch(addresses: tuple[int, int, int], stream: int) -> None:
+            assert addresses[0] == x.data_ptr()
+            assert stream == 7
+            self.seen.append("launch")
+            if self.error is not None:
+                raise self.error
+            m, k = x.shape
+            for address, value in zip(addresses[1:], quantize(x), strict=True):
+                count = m * k if value.dtype == torch.int8 else 4 * m
+                ctypes.memmove(address, value.data_ptr(), count)
+
+        return launch if self.bound else None
+
+    def failed(self, error: Exception, device: int) -> None:
+        assert (error, device) == (self.error, -1)
+        self.seen.append("failed")
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "rotating"])
+def ours(request: pytest.FixtureRequest, host: Any) -> Quantizer:
+    """An op of ours in the host's module; `check` computes a linear that it quantizes for."""
+    quantizer: Any = Quantizer(request.param)
+    name = "quantize_int8_rowwise" + ("_convrot64" if request.param else "")
+    setattr(host, name, quantizer.function)
+    quantizer.name = name
+    quantizer.changes = {"convrot": request.param}
+    found: Quantizer = quantizer
+    return found
+
+
+def is_exact(op: Any, ours: Any, x: torch.Tensor) -> bool:
+    weight = torch.randint(-127, 128, (24, x.shape[-1]), dtype=torch.int8)
+    given = form(x, weight=weight, **ours.changes)
+    out = op.function(**given)
+    exact = linear(x, weight, given["weight_scale"], given["bias"])
+    return torch.allclose(out, exact, rtol=1e-6, atol=1e-4)
+
+
+def test_a_quantizer_of_ours_is_launched_from_here_once_it_has_a_launch(
+    op: Any, host: Any, ours: Any
+) -> None:
+    ours.bound = False
+    assert is_exact(op, ours, torch.randn(5, 256))
+    ours.bound = True
+    assert is_exact(op, ours, torch.randn(5, 256))
+    assert is_exact(op, ours, torch.randn(3, 2, 512).half())
+    assert is_exact(op, ours, torch.randn(256, 6).t())
+    assert ours.seen == ["function", "launch", "launch", "launch"]
     assert host.stock == []
+
+
+def test_what_wraps_our_quantizer_is_called(op: Any, host: Any, ours: Any) -> None:
+    calls = []
+
+    @functools.wraps(ours.function)
+    def foreign(*args: Any) -> Any:
+        calls.append(args)
+        return ours.function(*args)
+
+    setattr(host, ours.name, foreign)
+    assert is_exact(op, ours, torch.randn(5, 256))
+    assert (len(calls), ours.seen) == (1, ["function"])
+
+
+def test_an_activation_not_on_16_bytes_is_the_quantizers_to_judge(op: Any, ours: Any) -> None:
+    x = torch.randn(5 * 256 + 1)[1:].view(5, 256)
+    assert is_exact(op, ours, x)
+    assert ours.seen == ["function"]
+
+
+def test_a_launch_that_fails_is_accounted_for_and_the_function_called(op: Any, ours: Any) -> None:
+    ours.error = RuntimeError("planted")
+    assert is_exact(op, ours, torch.randn(5, 256))
+    assert ours.seen == ["launch", "failed", "function"]
+    ours.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        is_exact(op, ours, torch.randn(5, 256))
 
 
 @pytest.fixture

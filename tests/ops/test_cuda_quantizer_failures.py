@@ -50,6 +50,7 @@ class Quantizer:
             op = quantize_rows.build_cuda_convrot(stock_convrot, context)
         else:
             op = quantize_rows.build_cuda(stock, context)
+        self.op: Any = op
         self._function = op.function
         self._rotates = rotates
 
@@ -147,6 +148,43 @@ def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
     quantizer.rows.clear()
     assert quantizer.is_exact()
     assert quantizer.rows == []
+
+
+def launched(quantizer: Quantizer, x: torch.Tensor) -> bool:
+    """Whether there is a launch for x, which then is right."""
+    launch = quantizer.op.launch(x)
+    if launch is None:
+        return False
+    q, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0], 1)
+    launch((x.data_ptr(), q.data_ptr(), scale.data_ptr()), 0)
+    assert all(map(torch.equal, (q, scale), quantizer.exact(x)))
+    return True
+
+
+def test_other_ops_get_the_launch_of_what_the_function_has_proven_and_nothing_else(
+    quantizer: Quantizer, breaker: Breaker
+) -> None:
+    x = torch.randn(5, 256)
+    for expected in (False, False, True):  # It proves the kernel, then binds the launch.
+        assert launched(quantizer, x) is expected
+        assert quantizer.is_exact(5)
+    assert quantizer.op.function.ck_patch_op is quantizer.op
+    for other in (x[:4], x.half(), torch.randn(5, 512)):
+        assert not launched(quantizer, other)
+    quantizer.op.failed(MEMORY, DEVICE)
+    assert launched(quantizer, x)
+    quantizer.op.failed(RuntimeError("planted"), DEVICE)
+    assert not launched(quantizer, x)
+    (opened,) = breaker.snapshot()
+    assert "planted" in opened.reason
+
+
+def test_a_deactivated_quantizer_has_no_launch(quantizer: Quantizer) -> None:
+    for _ in range(2):
+        assert quantizer.is_exact(5)
+    assert launched(quantizer, torch.randn(5, 256))
+    quantizer.op.deactivate()
+    assert not launched(quantizer, torch.randn(5, 256))
 
 
 @pytest.mark.parametrize("error", [STICKY, KeyboardInterrupt()], ids=["sticky", "interrupt"])

@@ -117,23 +117,3 @@ def test_the_entry_of_the_gemm_is_stocks_in_a_mode(make_op: Callable[..., Any]) 
     assert op.function(*call.arguments())
     assert len(stock.calls) == 1
     assert call.is_exact()
-
-
-@pytest.mark.parametrize("negated", range(6))
-def test_a_tensor_with_the_negative_bit_is_no_tensor_of_the_gemms(
-    make_op: Callable[..., Any], negated: int
-) -> None:
-    seen: list[Any] = []
-
-    def stock(*args: Any) -> bool:
-        seen.append(args)
-        return True
-
-    call = make_call(bias=torch.zeros(16))
-    tensors = list(call.tensors)
-    op = make_op(stock)
-    assert op.function(*tensors, 0, 0)
-    assert seen == []
-    tensors[negated] = torch._neg_view(tensors[negated])
-    assert op.function(*tensors, 0, 0)
-    assert len(seen) == 1

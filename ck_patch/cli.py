@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ T = TypeVar("T")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a usage error exits with 2."""
     options = _parser().parse_args(arguments)
+    if options.command == "tune":
+        _check_tune(options)
     try:
         return _run(options)
     except BrokenPipeError:
@@ -54,12 +57,49 @@ def _command(options: argparse.Namespace) -> int:
 
         sets = options.shapes or shapes.load()
         code = bench.run(sets, options.quick, json_path=options.json, plot_path=options.plot)
+    elif options.command == "tune":
+        code = _tune(options)
     else:
         from ck_patch import demo
 
         code = demo.run(json_path=options.json, shapes=options.shape)
     sys.stdout.flush()
     return code
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from ck_patch import tune
+
+    if options.export is not None:
+        return tune.export(options.export)
+    if options.import_ is not None:
+        return tune.import_(options.import_)
+    return tune.run(
+        None if options.recorded else options.shapes or shapes.load(),
+        bias=options.bias,
+        budget=options.budget,
+        json_path=options.json,
+        plot_path=options.plot,
+    )
+
+
+def _check_tune(options: argparse.Namespace) -> None:
+    """End with a usage error where an option of measuring is given and nothing is measured by it.
+
+    argparse has groups of options that exclude one another, but not this.
+    """
+    given = {"--bias": options.bias}
+    if options.recorded:
+        other = "--recorded, whose calls have one or not"
+    else:
+        other = "--export or --import"
+        for name in ("budget", "json", "plot"):
+            given[f"--{name}"] = getattr(options, name) is not None
+        if options.export is None and options.import_ is None:
+            return
+    for name, is_given in given.items():
+        if is_given:
+            options.usage_error(f"argument {name}: not allowed with {other}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +151,67 @@ def _parser() -> argparse.ArgumentParser:
         type=_plot,
         help="draw the rows too (or FILE.svg, FILE.pdf); needs matplotlib",
     )
+    _add_tune(commands)
     return parser
+
+
+def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="time every candidate of the INT8 GEMM on this GPU and keep the choices; needs an "
+        "NVIDIA GPU",
+    )
+    tune.set_defaults(usage_error=tune.error)
+    what = tune.add_mutually_exclusive_group()
+    what.add_argument(
+        "--shapes",
+        metavar="SET|FILE|MxNxK,...",
+        type=_understood(shapes.select),
+        help="measure these instead of all sets of layer shapes, as `bench` has them",
+    )
+    what.add_argument(
+        "--recorded",
+        action="store_true",
+        help="measure what this machine's table has met in runs, with the dtypes of those calls",
+    )
+    what.add_argument(
+        "--export", metavar="FILE", type=_file, help="write this machine's table to FILE, and end"
+    )
+    what.add_argument(
+        "--import",
+        metavar="FILE",
+        type=Path,
+        dest="import_",
+        help="take over the table that --export wrote on a machine of the same kind, and end",
+    )
+    tune.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=_understood(_seconds),
+        help="stop after so long; the cheapest shapes come first, and what was measured is kept",
+    )
+    tune.add_argument(
+        "--bias", action="store_true", help="calls with a bias, which have a choice of their own"
+    )
+    tune.add_argument(
+        "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
+    )
+    tune.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=_plot,
+        help="draw the rows too (or FILE.svg, FILE.pdf); needs matplotlib",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"{text} is no number of seconds")
+    return seconds
 
 
 def _file(text: str) -> Path:

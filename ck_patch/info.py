@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import ck_patch
-from ck_patch import activation, notices, preview, route, settings
+from ck_patch import activation, cache_dir, notices, preview, route, settings, table_file
 from ck_patch.activation import Activation
 from ck_patch.device import DeviceProfile
+from ck_patch.environment import environment, table_name
 from ck_patch.preview import Choice
 from ck_patch.slots import SLOTS
 from ck_patch.stock_paths import stock_path
+from ck_patch.tune import unused
 
 # What a broken installation can raise at an import. KeyboardInterrupt is the user's.
 _BROKEN = (Exception, SystemExit)
@@ -86,9 +88,20 @@ class BackendPath:
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """The tuning table of a device here: its file, which need not exist, None without a home; how
+    many choices are in it; and why they are not used, if so."""
+
+    path: str | None
+    entries: int
+    unused: str | None
+
+
+@dataclass(frozen=True)
 class Device:
     """One GPU, or the CPU as -1 where that is taken for one; `problem` says why it could not be
-    asked. `routes` are those of the linears of the backend named `routes_of`."""
+    asked. `routes` are those of the linears of the backend named `routes_of`; `tuned` is None on
+    the CPU, where nothing is measured."""
 
     index: int
     name: str | None
@@ -99,6 +112,7 @@ class Device:
     paths: tuple[BackendPath, ...] = ()
     routes_of: str | None = None
     routes: tuple[Choice, ...] = ()
+    tuned: Tuned | None = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +296,7 @@ def _device(index: int) -> Device:
             tuple(_backend_path(found, wanted.int8, name) for name in route.BACKENDS),
             backend,
             preview.choices(found, wanted.int8, backend=backend),
+            _tuned(found, wanted) if index >= 0 else None,
         )
     except _BROKEN as error:
         return Device(index, None, None, None, None, _describe(error))
@@ -291,6 +306,17 @@ def _backend_path(gpu: DeviceProfile, int8: str, backend: route.Backend) -> Back
     found = route.device_path(gpu, int8, backend)
     stock = stock_path(backend, "int8_linear", gpu.capability)
     return BackendPath(backend, found.path, found.reason, found.advice, stock)
+
+
+def _tuned(gpu: DeviceProfile, wanted: settings.Settings) -> Tuned:
+    here = environment(gpu)
+    folder = cache_dir.folder(wanted.cache_dir)
+    if folder is None:
+        return Tuned(None, 0, "there is no home directory")
+    path = folder / table_name(here)
+    found = table_file.read(path, here)
+    reason = found.obstacle and f"the file {found.obstacle}"
+    return Tuned(str(path), len(found.entries), unused.reason(wanted) or reason)
 
 
 def _notes(packages: tuple[Package, ...]) -> Iterator[str]:
@@ -312,6 +338,11 @@ def _notes(packages: tuple[Package, ...]) -> Iterator[str]:
         yield (
             "comfy_kitchen cannot be imported here: run this with the Python that starts ComfyUI, "
             "in its folder for the portable build: python_embeded\\python.exe -s -m ck_patch info"
+        )
+    if wanted.force is not None:
+        yield (
+            f"{settings.FORCE.name}={wanted.force} is set: every INT8 GEMM runs by that where it "
+            "can, else by stock, and nothing is measured"
         )
     if wanted.assume:
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ck_patch import preview, tables
-from ck_patch.info import BackendPath, Device, Package, Report, Variable
+from ck_patch.info import BackendPath, Device, Package, Report, Tuned, Variable
 
 Lines = Iterable[tuple[str, str]]
 
@@ -78,12 +78,21 @@ def _device(device: Device) -> None:
         f"{name}: {device.name}, {device.architecture}, {device.sm_count} SMs, "
         f"{(device.shared_memory or 0) // 1024} KiB of shared memory per block"
     )
-    _section(title, [(path.backend, _path(path)) for path in device.paths])
+    lines = [(path.backend, _path(path)) for path in device.paths]
+    if device.tuned is not None:
+        lines.append(("tuned", _tuned(device.tuned)))
+    _section(title, lines)
     tables.show(
         f"{name}: GEMMs of the {device.routes_of} backend",
         ("M x N x K", "route", "reason"),
         preview.grouped(device.routes),
     )
+
+
+def _tuned(tuned: Tuned) -> str:
+    choices = "1 choice" if tuned.entries == 1 else f"{tuned.entries} choices"
+    unused = f"; not used: {tuned.unused}" if tuned.unused else ""
+    return f"{choices} in {tuned.path or 'no file'}{unused}"
 
 
 def _path(path: BackendPath) -> str:

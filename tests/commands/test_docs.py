@@ -73,7 +73,7 @@ def test_every_script_the_readme_names_exists() -> None:
 
 def test_every_command_the_readme_names_is_understood() -> None:
     named = set(re.findall(r"-m ck_patch ([^`\n#|]+)", README))
-    commands = {"info", "demo", "bench"}
+    commands = {"info", "demo", "bench", "tune"}
     assert {words.split()[0] for words in named} == commands
     for words in named:
         assert cli._parser().parse_args(shlex.split(words)).command in commands

@@ -214,6 +214,39 @@ def test_each_gpu_gets_its_routes_and_one_that_fails_spoils_no_other(
     assert "  cuda    triton: CK_PATCH_INT8=triton" in printed
 
 
+def test_each_gpu_has_its_table_and_why_it_is_not_used(
+    warm_interpreter: WarmInterpreter, tmp_path: Path
+) -> None:
+    cache = {"CK_PATCH_CACHE_DIR": str(tmp_path)}
+    write = (
+        "from ck_patch import table\n"
+        f"made = table.for_device(known['H200'], {str(tmp_path)!r})\n"
+        "made.put('key', table.Entry('stock', 1, {}, 'run'))\n"
+        "assert made.save()\n"
+    )
+    hopper, broken, ampere = parsed(warm_interpreter.run(FAKE_GPUS + write + INFO, env=cache))[
+        "devices"
+    ]
+    assert (hopper["tuned"]["entries"], hopper["tuned"]["unused"]) == (1, None)
+    assert Path(hopper["tuned"]["path"]).is_file()
+    assert (ampere["tuned"]["entries"], broken["tuned"]) == (0, None)
+    assert not Path(ampere["tuned"]["path"]).exists()
+    text = running.IN_CHILD.format(arguments=["info"])
+    _, printed = warm_interpreter.run(FAKE_GPUS + text, env=cache | {"CK_PATCH_TUNE": "off"})
+    path = hopper["tuned"]["path"]
+    assert f"  tuned   1 choice in {path}; not used: CK_PATCH_TUNE=off" in printed
+    Path(path).unlink()
+    Path(path).mkdir()
+    _, printed = warm_interpreter.run(FAKE_GPUS + text, env=cache)
+    assert f"0 choices in {path}; not used: the file is not a regular file" in printed
+
+
+def test_a_forced_candidate_is_noted(warm_interpreter: WarmInterpreter) -> None:
+    report = parsed(warm_interpreter.run(INFO, env={"CK_PATCH_FORCE": "cfg3"}))
+    assert any("CK_PATCH_FORCE=cfg3 is set" in note for note in report["notes"])
+    assert not any("FORCE" in note for note in parsed(warm_interpreter.run(INFO))["notes"])
+
+
 def test_a_torch_for_which_comfyui_turns_the_cuda_backend_off_is_noted(
     warm_interpreter: WarmInterpreter,
 ) -> None:

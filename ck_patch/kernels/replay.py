@@ -35,7 +35,11 @@ def replay(compiled: Any, programs: int, leading: int, rest: Sequence[object]) -
         return by_runner
 
     def launch(values: Sequence[Any], stream: int) -> None:
-        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Since Triton 3.5 each is a chain of hooks, which may be empty.
+        if (enter is not None and getattr(enter, "calls", True)) or (
+            leave is not None and getattr(leave, "calls", True)
+        ):
             by_runner(values, stream)
         else:
             direct(values, stream)
@@ -86,8 +90,3 @@ def _holder_of_hooks() -> Any:
     if hasattr(triton, "knobs"):
         return triton.knobs.runtime
     return triton.compiler.CompiledKernel
-
-
-def _is_set(hook: Any) -> bool:
-    """Whether there is a hook; since Triton 3.5 it is a chain of them, which may be empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))

@@ -208,45 +208,44 @@ class CudaInt8Linear:
         starts = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
         if (starts | (weight_scale.data_ptr() if weight_scale.numel() == n else 0)) & 15:
             return None
-        x_2d = x if len(shape) == 2 and x.is_contiguous() else x.reshape(-1, k).contiguous()
-        if convrot and not self._rotates_in_one_step(x_2d, convrot_groupsize):
+        if convrot and not self._rotates_in_one_step(x, rows, k, convrot_groupsize):
             return None
         if weight_scale.numel() != n:
             weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
         stream = self._current_stream(device)
-        q, x_scale = self._quantize(x_2d, bool(convrot), stream)
-        out = torch.empty((rows, n), dtype=dtype, device=on)
+        q, x_scale = self._quantize(x.contiguous(), rows, k, bool(convrot), stream)
+        out = torch.empty((*shape[:-1], n), dtype=dtype, device=on)
         if bias is None:
             bias = self._host._empty_cuda_tensor(on, dtype)
-        if not self._gemm.launch(plan, (q, weight, x_scale, weight_scale, bias, out), stream):
-            return None
-        return out if len(shape) == 2 else out.view(*shape[:-1], n)
+        d = out if len(shape) == 2 else out.view(rows, n)
+        tensors = (q, weight, x_scale, weight_scale, bias, d)
+        return out if self._gemm.launch(plan, tensors, stream) else None
 
     def _quantize(
-        self, x: torch.Tensor, rotate: bool, stream: int
+        self, x: torch.Tensor, m: int, k: int, rotate: bool, stream: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """By the host's function as it is now, or, if that is ours, by the launch that it makes."""
         host = self._host
         function = host.quantize_int8_rowwise_convrot64 if rotate else host.quantize_int8_rowwise
         op: Any = getattr(function, "ck_patch_op", None)
         # What wraps ours may have its attributes.
-        launch = op.launch(x) if op is not None and op.function is function else None
-        start = x.data_ptr()
-        if launch is not None and start and start % 16 == 0:
-            m, k = x.shape
-            q = torch.empty((m, k), dtype=torch.int8, device=x.device)
-            scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
-            try:
-                launch((start, q.data_ptr(), scale.data_ptr()), stream)
-                return q, scale
-            except Exception as error:
-                op.failed(error, x.get_device())
+        if op is not None and op.function is function:
+            device, start = x.get_device(), x.data_ptr()
+            launch = op.launch(device, x.dtype, m, k)
+            if launch is not None and start and start % 16 == 0:
+                q = torch.empty((m, k), dtype=torch.int8, device=x.device)
+                scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
+                try:
+                    launch((start, q.data_ptr(), scale.data_ptr()), stream)
+                    return q, scale
+                except Exception as error:
+                    op.failed(error, device)
+        x = x.view(m, k)
         found: tuple[torch.Tensor, torch.Tensor] = function(x, 256) if rotate else function(x)
         return found
 
-    def _rotates_in_one_step(self, x: torch.Tensor, group: object) -> bool:
+    def _rotates_in_one_step(self, x: torch.Tensor, m: int, k: int, group: object) -> bool:
         """Whether stock rotates and quantizes these rows in one kernel; its own condition."""
-        m, k = x.shape
         key = (x.get_device(), m, k, group)
         found = self._in_one_step.get(key)
         if found is None:
@@ -256,7 +255,7 @@ class CudaInt8Linear:
                 group == 256
                 and k % 256 == 0
                 and k <= self._host._CONVROT_FUSED_MAX_K
-                and self._host._convrot_fused_shared_memory_fits(x, k, group)
+                and self._host._convrot_fused_shared_memory_fits(x.reshape(m, k), k, group)
             )
         return found
 

@@ -66,8 +66,8 @@ class QuantizeRows:
         self._first_use = FirstUse()
         self._paths: dict[int, str] = {}
         self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
-        # Of kernels that are proven, by device, dtype and shape; none after a failure.
-        self._launches: dict[tuple[object, ...], Replay] = {}
+        # Of kernels that are proven, by device, dtype, rows and K; none after a failure.
+        self._launches: dict[tuple[int, torch.dtype, int, int], Replay] = {}
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
         self._active = True
@@ -135,15 +135,13 @@ class QuantizeRows:
         """Pass every further call to stock."""
         self._active = False
 
-    def launch(self, x: torch.Tensor) -> Replay | None:
-        """What quantizes rows like x by the addresses of x, q and scale, once `function` has proven
-        the kernel: for a caller that has made the checks, and reports what is raised to `failed`.
+    def launch(self, device: int, dtype: torch.dtype, m: int, k: int) -> Replay | None:
+        """What quantizes [M, K] by the addresses of x, q and scale, once `function` has proven the
+        kernel: for a caller that has made the checks, and reports what is raised to `failed`.
 
-        x [M, K] is what `function` takes, to be rounded to nearest, of the current device.
+        x is what `function` takes, to be rounded to nearest, of the current device.
         """
-        if not self._active:
-            return None
-        return self._launches.get((x.get_device(), x.dtype, x.shape))
+        return self._launches.get((device, dtype, m, k)) if self._active else None
 
     def failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
@@ -200,7 +198,7 @@ class QuantizeRows:
         scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         if not kernel.proven:
             return (q, scale) if self._prove(kernel, rows, q.view(-1, k), scale) else None
-        key = (device, x.dtype, rows.shape)
+        key = (device, x.dtype, rows.shape[0], k)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MAX_LAUNCHES:

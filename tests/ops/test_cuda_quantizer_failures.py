@@ -152,7 +152,7 @@ def test_out_of_memory_goes_to_stock_and_ours_is_tried_again(
 
 def launched(quantizer: Quantizer, x: torch.Tensor) -> bool:
     """Whether there is a launch for x, which then is right."""
-    launch = quantizer.op.launch(x)
+    launch = quantizer.op.launch(DEVICE, x.dtype, *x.shape)
     if launch is None:
         return False
     q, scale = torch.empty(x.shape, dtype=torch.int8), torch.empty(x.shape[0], 1)

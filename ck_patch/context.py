@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ck_patch.breaker import Breaker
 from ck_patch.releases import Release
 from ck_patch.settings import Settings
+from ck_patch.tuner import Tuner
 
 Function = Callable[..., Any]
 
@@ -18,13 +19,15 @@ class OpContext:
     """What every op of this process is built with.
 
     `check_first` is true for a release newer than any that was tested: the first real call of the
-    op is then compared with stock on its own inputs before the op's result is used.
+    op is then compared with stock on its own inputs before the op's result is used. `tuner` is the
+    same for all ops.
     """
 
     settings: Settings
     breaker: Breaker
     release: Release
     check_first: bool
+    tuner: Tuner = field(default_factory=Tuner)
 
 
 class Refused(Exception):

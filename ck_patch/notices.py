@@ -21,9 +21,9 @@ def say(device: int, gpu: DeviceProfile, backend: Backend, path: DevicePath) -> 
     """Log which path the INT8 linears of `backend` take on a device, why, and what is faster.
 
     Nothing where that is the best path the device has and stock's as well, or where it only
-    replaces a path that was not slow: those come without advice, and as `stock` or `triton`.
+    replaces a path that was not slow: those come without advice, and as `stock` or with our GEMM.
     """
-    if not path.advice and path.path in ("stock", "triton"):
+    if not path.advice and (path.ours or path.path == "stock"):
         return
     where = f"cuda:{device}" if device >= 0 else "cpu"
     line = (

@@ -9,13 +9,15 @@ import importlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import ck_patch
-from ck_patch import guard, log, releases, settings
+from ck_patch import guard, log, releases, settings, table
 from ck_patch.breaker import Breaker, OpenBreaker
 from ck_patch.context import Factory, Function, OpContext, Refused, Replacement
 from ck_patch.slots import SLOTS, Binding, Slot
+from ck_patch.tuner import Tuner
 
 State = Literal["patched", "stock", "covered"]
 
@@ -91,6 +93,7 @@ class Patcher:
         self._slots = slots
         self._lock = threading.RLock()
         self._breaker = Breaker()
+        self._tuners: dict[tuple[str, str | None], Tuner] = {}
         self._wanted: settings.Settings | None = None
         self._patches: dict[str, _Patch] = {}
         self._refusals: dict[str, str] = {}
@@ -135,6 +138,7 @@ class Patcher:
                 self._take_out(slot)
                 self._refusals[slot.name] = "disabled by ck_patch.disable()"
             self._breaker = Breaker()
+            self._tuners.clear()
 
     def status(self) -> Status:
         """Report from live identity, not from what was once done."""
@@ -180,7 +184,13 @@ class Patcher:
         match = guard.examine_slot(slot, plan.release)
         if match.stock is None:
             return match.reason
-        context = OpContext(plan.settings, self._breaker, plan.release, plan.check_first)
+        context = OpContext(
+            plan.settings,
+            self._breaker,
+            plan.release,
+            plan.check_first,
+            self._tuner(plan.settings.tune, plan.settings.cache_dir),
+        )
         replacement = plan.factory(match.stock, context)
         ours = replacement.function
         entries = tuple(
@@ -196,6 +206,14 @@ class Patcher:
             self._take_out(slot)
             raise
         return ""
+
+    def _tuner(self, mode: str, cache_dir: str | None) -> Tuner:
+        """The one that all slots of these settings share."""
+        found = self._tuners.get((mode, cache_dir))
+        if found is None:
+            found = Tuner(mode, partial(table.for_device, configured=cache_dir))
+            self._tuners[mode, cache_dir] = found
+        return found
 
     def _take_out(self, slot: Slot) -> None:
         """Put stock back where ours is; keep what is covered in the ledger, inactive."""

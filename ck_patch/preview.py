@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ck_patch import route
+from ck_patch import candidates, route
 from ck_patch.device import DeviceProfile
 from ck_patch.route import Backend
 from ck_patch.shapes import Shape
@@ -50,15 +50,17 @@ def choices(
     shapes: Sequence[tuple[str, Shape]] = SHAPES,
     backend: Backend = "cuda",
 ) -> tuple[Choice, ...]:
-    """The routes of a backend's linears on `device` under CK_PATCH_INT8=`int8`."""
+    """The routes of a backend's linears on `device` under CK_PATCH_INT8=`int8`, as long as nothing
+    was measured there."""
     whole = route.device_path(device, int8, backend)
     found = []
     for model, (m, n, k) in shapes:
-        chosen: route.DevicePath | route.Route = whole
-        if whole.path == "triton":
+        path, reason = str(whole.path), whole.reason
+        if whole.ours:
             call = route.GemmCall(m, n, k, "bfloat16", backend=backend)
-            chosen = route.decide(call, device, int8)
-        found.append(Choice(model, m, n, k, chosen.path, chosen.reason))
+            offered = candidates.candidates(call, device, int8)
+            path, reason = offered.ordered[0].path, offered.reason
+        found.append(Choice(model, m, n, k, path, reason))
     return tuple(found)
 
 

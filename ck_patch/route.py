@@ -18,9 +18,10 @@ Backend = Literal["cuda", "triton", "eager"]
 """The backend of comfy_kitchen whose function is replaced."""
 BACKENDS: tuple[Backend, ...] = ("cuda", "triton", "eager")
 
-Path = Literal["stock", "triton", "float16", "bfloat16", "eager"]
-"""`triton` is our GEMM; float16 and bfloat16 dequantize the weight, piece by piece, to that dtype;
-`eager` hands a call of the CUDA backend to the eager one."""
+Path = Literal["stock", "tuned", "triton", "float16", "bfloat16", "eager"]
+"""`triton` is our GEMM; `tuned` is stock's until ours was measured to be faster, shape by shape,
+on the machine that it runs on; float16 and bfloat16 dequantize the weight, piece by piece, to that
+dtype; `eager` hands a call of the CUDA backend to the eager one."""
 
 
 CUDA_BACKEND = "comfy_kitchen's CUDA backend"
@@ -38,6 +39,11 @@ class DevicePath:
     path: Path
     reason: str
     advice: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether our GEMM can come into it."""
+        return self.path in ("tuned", "triton")
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,8 @@ def _cuda_path(device: DeviceProfile, int8: str) -> DevicePath:
     if int8 == "triton":
         return DevicePath("triton", "CK_PATCH_INT8=triton")
     return DevicePath(
-        "stock",
-        "our kernels were not measured to be faster than stock's CUTLASS on "
-        f"{device.architecture}; CK_PATCH_INT8=triton tries them",
+        "tuned",
+        f"nothing is known of our kernels on {device.architecture}: they are measured in use",
     )
 
 
@@ -204,13 +209,15 @@ def _unsupported(device: DeviceProfile) -> DevicePath | None:
 
 
 def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
-    """Choose the path of one GEMM; `int8` is the value of CK_PATCH_INT8."""
+    """The path of one GEMM as long as nothing was measured, `int8` being CK_PATCH_INT8's value."""
     path = device_path(device, int8, call.backend)
-    if path.path != "triton":
+    if not path.ours:
         return Route(None, path.reason)
-    reason = _shape_reason(call)
+    reason = shape_reason(call)
     if reason is not None:
         return Route(None, reason)
+    if path.path == "tuned":
+        return Route(None, path.reason)
     config, reason = _config(call, device, int8)
     if config is None:
         return Route(None, reason)
@@ -221,7 +228,8 @@ def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
     return Route(config, reason)
 
 
-def _shape_reason(call: GemmCall) -> str | None:
+def shape_reason(call: GemmCall) -> str | None:
+    """Why our kernels take such a call on no device; None if they can."""
     if min(call.m, call.n, call.k) == 0:
         return "nothing to compute"
     if not call.accepts_bias:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from ck_patch import slots
 
-Kind = Literal["switch", "choice", "names", "directory", "devices"]
+Kind = Literal["switch", "choice", "names", "directory", "devices", "candidate"]
 T = TypeVar("T")
 
 _ON = ("1", "true", "on", "yes")
@@ -72,6 +72,24 @@ CACHE_DIR = Variable(
     "the user's cache folder (XDG_CACHE_HOME, ~/Library/Caches or %LOCALAPPDATA%).",
 )
 
+TUNE = Variable(
+    "CK_PATCH_TUNE",
+    "choice",
+    "auto",
+    "How a GEMM's kernel is chosen. auto: the first calls of a shape take turns among the few that "
+    "may be the fastest, stock among them, and are timed as they run; the choice is kept. frozen: "
+    "what was measured before is used, and nothing more is measured. off: neither.",
+    ("auto", "frozen", "off"),
+)
+FORCE = Variable(
+    "CK_PATCH_FORCE",
+    "candidate",
+    "",
+    "For comparisons: run every GEMM by one candidate. stock; cfg0 to cfg13, stock's own tile "
+    "configurations (CUDA backend, no bias); triton:NAME, one of ours by its name. Where it cannot "
+    "run, one line says so, and the call is stock's.",
+)
+
 ASSUME = Variable(
     "CK_PATCH_ASSUME_DEVICE",
     "devices",
@@ -81,7 +99,7 @@ ASSUME = Variable(
     "torch then run too.",
 )
 
-VARIABLES = (ENABLED, INT8, SLOTS, LOG, CACHE_DIR, ASSUME)
+VARIABLES = (ENABLED, INT8, SLOTS, LOG, TUNE, FORCE, CACHE_DIR, ASSUME)
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,8 @@ class Settings:
     int8: str = INT8.default
     slots: tuple[str, ...] | None = None
     log: str = LOG.default
+    tune: str = TUNE.default
+    force: str | None = None
     cache_dir: str | None = None
     assume: tuple[tuple[int | None, tuple[int, int]], ...] = ()
     problems: tuple[str, ...] = ()
@@ -127,6 +147,8 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
         int8=read(INT8, _one_of(INT8.choices)),
         slots=read(SLOTS, _names),
         log=read(LOG, _one_of(LOG.choices)),
+        tune=read(TUNE, _one_of(TUNE.choices)),
+        force=read(FORCE, _candidate),
         cache_dir=read(CACHE_DIR, _directory),
         assume=read(ASSUME, _devices),
         problems=tuple(problems),
@@ -160,6 +182,15 @@ def _directory(text: str) -> str | None:
     # A relative path would move the cache with every start directory.
     if text and not Path(text).is_absolute():
         raise ValueError("is not an absolute path")
+    return text or None
+
+
+def _candidate(text: str) -> str | None:
+    if text:
+        # Tables of tiles: for those who ask.
+        from ck_patch import candidates
+
+        candidates.parse(text)
     return text or None
 
 

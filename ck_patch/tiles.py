@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -156,20 +157,75 @@ def _hopper_small(m: int, n: int, k: int, sm_count: int) -> TileConfig | None:
     if k % 256 != 0 and not fills:
         return None
     costs = [cost for cost in HOPPER_SMALL if k % cost.config.block_k == 0]
-    if not costs:
-        return None
-    return min(costs, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
+    return next(iter(_cheapest(costs, m, n, k, sm_count)), None)
 
 
 def mma_sync(m: int, n: int, k: int, sm_count: int, prefetches: bool) -> TileConfig:
     """The configuration of the `mma.sync` class for a shape; `prefetches` is the profile's."""
+    return mma_sync_order(m, n, k, sm_count, prefetches)[0]
+
+
+def mma_sync_order(
+    m: int, n: int, k: int, sm_count: int, prefetches: bool
+) -> tuple[TileConfig, ...]:
+    """The three configurations of the `mma.sync` class that look best for a shape, the best first;
+    fewer where K does not divide."""
     costs = [
         cost
         for cost in MMA_SYNC_COSTS
         if k % cost.config.block_k == 0
         and not (prefetches and cost.config.block_m * cost.config.block_n >= 128 * 128)
     ]
+    order = _cheapest(costs, m, n, k, sm_count)
     # With so many rows nothing is gained by a tile that reads its operands more often.
-    if not costs or (prefetches and m >= 1024):
-        return MMA_SYNC
-    return min(costs, key=lambda cost: cost.estimate(m, n, k, sm_count)).config
+    if not order or (prefetches and m >= 1024):
+        return MMA_SYNC, *order[:2]
+    return order[:3]
+
+
+def hopper_order(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    out_bytes: int,
+    descriptors: bool = True,
+    residual: bool = False,
+) -> tuple[TileConfig, ...]:
+    """The three configurations that look best for a shape on sm_90, the best first; fewer where K
+    does not divide."""
+    if m * n * k >= _LARGE and descriptors:
+        best = hopper(m, n, k, sm_count, out_bytes, descriptors, residual)
+        rest = (HOPPER, HOPPER_DEEP, HOPPER_PERSISTENT)
+        return tuple(dict.fromkeys((best or HOPPER, *rest)))
+    costs = [cost for cost in HOPPER_SMALL if k % cost.config.block_k == 0]
+    return _cheapest(costs, m, n, k, sm_count)[:3]
+
+
+def _cheapest(
+    costs: Sequence[WaveCost], m: int, n: int, k: int, sm_count: int
+) -> tuple[TileConfig, ...]:
+    ordered = sorted(costs, key=lambda cost: cost.estimate(m, n, k, sm_count))
+    return tuple(cost.config for cost in ordered)
+
+
+EVERY = tuple(
+    dict.fromkeys(
+        (
+            HOPPER,
+            HOPPER_DEEP,
+            HOPPER_PERSISTENT,
+            MMA_SYNC,
+            *(cost.config for cost in (*MMA_SYNC_COSTS, *HOPPER_SMALL)),
+        )
+    )
+)
+"""All configurations that some rule can choose."""
+
+
+def parse(name: str) -> TileConfig:
+    """The configuration of that name; ValueError if there is none."""
+    for config in EVERY:
+        if config.name == name:
+            return config
+    raise ValueError(f"is no configuration; there are: {', '.join(c.name for c in EVERY)}")

@@ -27,6 +27,7 @@ ComfyUI uses the CUDA backend where torch was built for CUDA 13, the Triton back
 |---|---|
 | `stock` | what stock does; in the Triton backend in chunks of rows, from 2^31 elements on |
 | `triton` | our Triton kernels, rounding as the operation they replace |
+| `tuned` | stock's GEMM, until one of ours, or stock in another tile configuration, was measured to be faster on this machine at such a shape |
 | `float16`, `bfloat16` | the weight dequantized piece by piece, the activation not quantized |
 | `eager` | the eager backend, with the path that it has on that GPU |
 """
@@ -85,6 +86,8 @@ def _path(gpu: DeviceProfile, backend: Backend, operation: Operation) -> DeviceP
         if operation == "quantize_int8_rowwise_convrot64":
             return DevicePath("stock", "the eager backend has no such function")
         return linear
+    if linear.path == "tuned":
+        return DevicePath("stock", f"nothing is known of our kernels on {gpu.architecture}")
     return DevicePath(linear.path, "as `int8_linear`")
 
 

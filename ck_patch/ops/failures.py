@@ -17,6 +17,20 @@ class Failures:
         """Why the operation stays on stock on that device, or None."""
         return self._breaker.reason(self._operation, device)
 
+    def excluded(self, device: int, candidate: str) -> bool:
+        """Whether the operation does without that candidate on that device."""
+        return self._breaker.reason(f"{self._operation} by {candidate}", device) is not None
+
+    def exclude(self, device: int, candidate: str, reason: str) -> None:
+        """Have the operation do without a candidate on that device, for good."""
+        operation = f"{self._operation} by {candidate}"
+        if self._breaker.open(operation, device, reason):
+            log.warn(
+                f"{operation} breaker {device}",
+                f"{operation} is not used on {_where(device)} ({reason}); "
+                "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
+            )
+
     def account(self, error: Exception, device: int) -> bool:
         """Log the error and return whether it keeps the operation on stock from now on; raises it
         again if stock cannot help, because the CUDA context is dead."""
@@ -36,10 +50,9 @@ class Failures:
     def open(self, device: int, reason: str) -> None:
         """Keep the operation on stock on that device."""
         if self._breaker.open(self._operation, device, reason):
-            where = f"device {device}" if device >= 0 else "the CPU"
             log.warn(
                 f"{self._operation} breaker {device}",
-                f"{self._operation} stays on stock on {where} ({reason}); "
+                f"{self._operation} stays on stock on {_where(device)} ({reason}); "
                 "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
             )
 
@@ -60,3 +73,7 @@ def decline(operation: str, x: object) -> None:
     if log.paths_wanted():
         shape = "x".join(map(str, getattr(x, "shape", ())))
         log.path(f"{operation}, x {shape}: stock (a form of call that ours does not take)")
+
+
+def _where(device: int) -> str:
+    return f"device {device}" if device >= 0 else "the CPU"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ck_patch.ops import capture_mode
+
 
 class FirstUse:
     """Proves the kernels of one op, one at a time."""
@@ -36,16 +38,18 @@ class FirstUse:
         if not self._lock.acquire(blocking=False):
             return False, None
         try:
-            with torch.cuda.stream(_stream(stream, device)):
+            with torch.cuda.stream(stream_of(stream, device)):
                 if torch.cuda.is_current_stream_capturing():
                     return False, None
-                run()
-                return True, fault()
+                with capture_mode.relaxed():  # Another thread may capture.
+                    run()
+                    return True, fault()
         finally:
             self._lock.release()
 
 
-def _stream(pointer: int, device: int) -> torch.cuda.Stream:
+def stream_of(pointer: int, device: int) -> torch.cuda.Stream:
+    """The stream behind a raw pointer."""
     # ExternalStream(0) would be a new stream out of torch's pool.
     if pointer == 0:
         return torch.cuda.default_stream(device)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
-from ck_patch import log
+from ck_patch import candidates, log
+from ck_patch.candidates import STOCK, Candidate, Candidates
 from ck_patch.context import OpContext
 from ck_patch.device import DeviceProfile, interpreting, profile
-from ck_patch.kernels.launch import Gemm, Launch, Operands, Rounding
+from ck_patch.kernels.launch import Launch, Operands, Rounding
+from ck_patch.ops import capture_mode
 from ck_patch.ops.failures import Failures
-from ck_patch.ops.first_use import FirstUse
+from ck_patch.ops.first_use import FirstUse, stream_of
 from ck_patch.ops.gemm_contract import (
     DTYPE_NAMES,
     call_key,
@@ -22,7 +25,11 @@ from ck_patch.ops.gemm_contract import (
     operands,
     well_formed,
 )
-from ck_patch.route import Backend, GemmCall, Route, decide, device_path
+from ck_patch.ops.references import Reference, StockGemm, cutlass_config
+from ck_patch.ops.timer import EventTimer
+from ck_patch.route import Backend, GemmCall, device_path
+from ck_patch.trial import Trial
+from ck_patch.tuner import Tuner
 
 # The first use of a kernel is compared with stock on so many rows at either end of the output. Rows
 # of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
@@ -36,31 +43,39 @@ _ROUNDINGS: Mapping[Backend, Rounding] = MappingProxyType(
 )
 _MISSING = object()
 
-Reference = Callable[[Operands, int], bool]
-"""Writes stock's result of a GEMM into its `d`, on a raw stream that is current; False if stock
-declines the call."""
+PlanKey = tuple[int, int, int, int, torch.dtype, torch.dtype | None, bool]
+"""Device, M, N, K, output dtype, bias dtype, and whether there is a residual."""
 
 
+@dataclass
 class _Kernel:
-    """A GEMM, and whether its first result was equal to stock's."""
+    """A candidate on one device, and whether its first result was equal to stock's."""
 
-    def __init__(self, gemm: Gemm) -> None:
-        self.gemm = gemm
-        self.proven = False
+    candidate: Candidate
+    gemm: Any
+    """A `kernels.launch.Gemm` or a `references.StockGemm`."""
+    proven: bool = False
 
 
 @dataclass
 class Plan:
-    """One shape that our kernels take on one device.
+    """How one shape is computed on one device: by `kernel`, or, as long as `trial` has no winner,
+    by its candidates in turn, `kernel` being the best one known.
 
-    `launch` is there once the kernel is proven; `guarded` says that the tensors' device may not be
-    the current one.
+    `launches` has what is bound so far, by candidate; `guarded` says that the tensors' device may
+    not be the current one.
     """
 
-    device: int
-    kernel: _Kernel
+    key: PlanKey
     guarded: bool
-    launch: Launch | None = None
+    kernel: _Kernel
+    trial: Trial | None = None
+    kernels: Mapping[str, _Kernel] = field(default_factory=dict)
+    launches: dict[Candidate, Launch] = field(default_factory=dict)
+
+    @property
+    def device(self) -> int:
+        return self.key[0]
 
 
 class Int8Gemm:
@@ -71,7 +86,8 @@ class Int8Gemm:
     residual [M, N] and its scale of N values, of d's dtype. `code` is that of d's dtype (0 float32,
     1 float16, 2 bfloat16). `backend` is the one whose rounding is kept and whose policy counts;
     `reference` is its stock GEMM, which the first result of each kernel on each device is compared
-    with.
+    with. Where the tuner has a trial of several candidates, they take turns: each call's result is
+    one of theirs, which are all the same.
     """
 
     def __init__(
@@ -92,6 +108,9 @@ class Int8Gemm:
         self._by_tensors: dict[tuple[object, ...], Plan | None] = {}
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
         self._first_use = FirstUse()
+        # What is chosen among ours alone must not be kept for those who have not asked for that.
+        self._tuner = context.tuner if context.settings.int8 == "auto" else Tuner()
+        self._timers: dict[int, EventTimer] = {}
         self._reviewed = False
 
     def run(self, tensors: Sequence[Any], code: object, stream: int) -> bool:
@@ -140,7 +159,11 @@ class Int8Gemm:
 
     def ready(self, plan: Plan) -> bool:
         """Whether `launch` can do more than decline, as far as that can be told beforehand."""
-        return plan.kernel.proven or self._first_use.possible(plan.device)
+        return (
+            plan.kernel.proven
+            or any(kernel.proven for kernel in plan.kernels.values())
+            or self._first_use.possible(plan.device)
+        )
 
     def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`
@@ -160,20 +183,95 @@ class Int8Gemm:
                     "stock (vector loads and the copy engine need that)"
                 )
             return False
+        run = self._launch if plan.trial is None or plan.trial.rests() else self._explore
         if plan.guarded and torch.cuda.current_device() != plan.device:
             with torch.cuda.device(plan.device):
-                return self._launch(plan, tensors, pointers, stream)
-        return self._launch(plan, tensors, pointers, stream)
+                return run(plan, tensors, pointers, stream)
+        return run(plan, tensors, pointers, stream)
 
     def _launch(
         self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
     ) -> bool:
-        if plan.launch is None:
-            if not plan.kernel.proven:
-                return self._prove(plan.kernel, plan.device, operands(tensors), stream)
-            plan.launch = plan.kernel.gemm.bind(operands(tensors))
-        plan.launch(tensors, pointers, stream)
-        return True
+        kernel = plan.kernel
+        if not kernel.proven:
+            return self._prove(kernel, plan.device, operands(tensors), stream)
+        return _launched(plan, kernel, tensors, pointers, stream)
+
+    def _explore(
+        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+    ) -> bool:
+        """Have the candidate whose turn it is compute the call, and time it if that can be done
+        without waiting; under capture, by the best one known that has been proven."""
+        trial = cast(Trial, plan.trial)
+        on = stream_of(stream, plan.device)
+        with torch.cuda.stream(on), capture_mode.relaxed() as relaxed:
+            if not relaxed:
+                return self._launch(plan, tensors, pointers, stream)
+            # Under capture too: the pass before it may have been the only one.
+            self._timer(plan.device).collect()
+            if trial.winner is not None:
+                return self._settle(plan, tensors, stream)
+            name = None if torch.cuda.is_current_stream_capturing() else trial.next()
+            done = name is not None and self._sample(plan, name, tensors, pointers, on, stream)
+            return done or self._best(plan, tensors, pointers, stream)
+
+    def _sample(
+        self,
+        plan: Plan,
+        name: str,
+        tensors: Sequence[Any],
+        pointers: Sequence[int],
+        on: torch.cuda.Stream,
+        stream: int,
+    ) -> bool:
+        """Compute the call by one candidate, timed if it is proven; False if that did not work."""
+        trial, kernel = cast(Trial, plan.trial), plan.kernels[name]
+        try:
+            if self._excluded(plan.device, kernel.candidate):
+                done = False
+            elif kernel.proven:
+                work = partial(_launched, plan, kernel, tensors, pointers, stream)
+                done = self._timer(plan.device).measure(on, work, partial(self._report, plan, name))
+            else:
+                try:
+                    done = self._prove(kernel, plan.device, operands(tensors), stream)
+                finally:
+                    trial.void(name, pause=False)
+        except Exception:
+            trial.drop(name)
+            raise
+        if not done and (kernel.proven or self._excluded(plan.device, kernel.candidate)):
+            trial.drop(name)
+        return done
+
+    def _best(
+        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+    ) -> bool:
+        """Compute the call by the best candidate known, of those that have been proven."""
+        best = cast(Trial, plan.trial).best
+        for name in (best, *plan.kernels):
+            kernel = plan.kernels.get(name)
+            if kernel is not None and kernel.proven:
+                plan.kernel = kernel
+                return _launched(plan, kernel, tensors, pointers, stream)
+        return False
+
+    def _settle(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
+        """Plan anew what a trial has decided, and compute the call by that."""
+        self._forget()
+        settled = self.plan(*plan.key)
+        if settled is None:
+            return self._reference(operands(tensors), stream)
+        return self._run(settled, tensors, stream)
+
+    def _report(self, plan: Plan, name: str, microseconds: float | None) -> None:
+        trial = cast(Trial, plan.trial)
+        call, gpu = self._call(plan.key), self._profile(plan.device)
+        self._tuner.report(trial, name, microseconds, plan.device, gpu, call)
+
+    def _timer(self, device: int) -> EventTimer:
+        timer = self._timers.get(device)
+        return self._timers.setdefault(device, EventTimer()) if timer is None else timer
 
     def _prove(self, kernel: _Kernel, device: int, operands: Operands, stream: int) -> bool:
         """Run a kernel that is new to this device, and compare its result with stock's."""
@@ -189,8 +287,8 @@ class Int8Gemm:
 
         ran, found = self._first_use.prove(device, stream, run, fault)
         if found is not None:
-            self._failures.open(device, f"{kernel.gemm.config.name} {found}")
-            self._reconsider()
+            self._failures.exclude(device, kernel.candidate.name, found)
+            self._forget()
             return False
         # What the interpreter ran was not compared.
         kernel.proven = ran and device >= 0
@@ -230,17 +328,36 @@ class Int8Gemm:
         self._by_tensors[key] = plan
         return plan
 
-    def _decide(
-        self,
-        device: int,
-        m: int,
-        n: int,
-        k: int,
-        out_dtype: torch.dtype,
-        bias_dtype: torch.dtype | None,
-        residual: bool,
-    ) -> Plan | None:
-        call = GemmCall(
+    def _decide(self, *key: Any) -> Plan | None:
+        device, _, _, _, out_dtype, bias_dtype, residual = key
+        call, gpu = self._call(key), self._profile(device)
+        found = self._candidates(call, gpu, device)
+        chosen = self._tuner.choose(device, gpu, call, found)
+        first = found.ordered[0] if isinstance(chosen, Trial) else chosen
+        if log.paths_wanted():
+            bias = "no" if call.bias_dtype is None else call.bias_dtype
+            extra = ", residual" if residual else ""
+            many = f", {len(found.ordered)} candidates" if isinstance(chosen, Trial) else ""
+            why = found.reason if first == found.ordered[0] else "measured on this machine"
+            log.path(
+                f"{self._operation} {call.m}x{call.n}x{call.k}, {call.out_dtype} output, {bias} "
+                f"bias{extra}, on {_named(gpu, device)}: {first.path} ({why}{many})"
+            )
+        if chosen == STOCK:
+            return None
+
+        def kernel(candidate: Candidate) -> _Kernel:
+            return self._kernel(candidate, gpu, call.k, (device, out_dtype, bias_dtype, residual))
+
+        guarded = device >= 0 and torch.cuda.device_count() > 1
+        if not isinstance(chosen, Trial):
+            return Plan(cast(PlanKey, key), guarded, kernel(chosen))
+        kernels = {name: kernel(candidates.parse(name)) for name in chosen.names}
+        return Plan(cast(PlanKey, key), guarded, kernels[first.name], chosen, kernels)
+
+    def _call(self, key: Sequence[Any]) -> GemmCall:
+        _, m, n, k, out_dtype, bias_dtype, residual = key
+        return GemmCall(
             m,
             n,
             k,
@@ -250,31 +367,41 @@ class Int8Gemm:
             residual=residual,
             backend=self._backend,
         )
-        gpu = self._profile(device)
-        route = decide(call, gpu, self._settings.int8)
+
+    def _candidates(self, call: GemmCall, gpu: DeviceProfile, device: int) -> Candidates:
+        """What the policy offers, less what has failed here; stock where nothing is left."""
         if device < 0 and not interpreting():
-            route = Route(None, "Triton runs on the CPU only in its interpreter")
+            return Candidates((STOCK,), "Triton runs on the CPU only in its interpreter")
         broken = self._failures.reason(device)
         if broken is not None:
-            route = Route(None, broken)
-        if log.paths_wanted():
-            bias = "no" if call.bias_dtype is None else call.bias_dtype
-            extra = ", residual" if residual else ""
-            log.path(
-                f"{self._operation} {m}x{n}x{k}, {call.out_dtype} output, {bias} bias{extra}, "
-                f"on {gpu.name}: {route.path} ({route.reason})"
-            )
-        if route.config is None:
-            return None
+            return Candidates((STOCK,), broken)
+        configs = 0 if cutlass_config(0) is None else candidates.STOCK_CONFIGS
+        found = candidates.chosen(call, gpu, self._settings.int8, self._settings.force, configs)
+        if found.problem:
+            log.warn(f"{self._operation} {found.problem}", f"{self._operation}: {found.problem}")
+        left = tuple(one for one in found.ordered if not self._excluded(device, one))
+        if left:
+            return Candidates(left, found.reason)
+        return Candidates((STOCK,), "no candidate is left")
+
+    def _excluded(self, device: int, candidate: Candidate) -> bool:
+        return self._failures.excluded(device, candidate.name)
+
+    def _kernel(
+        self, candidate: Candidate, gpu: DeviceProfile, k: int, use: tuple[object, ...]
+    ) -> _Kernel:
+        """The kernel of a candidate, the same one for all shapes that one binary serves."""
+        if candidate.config is None:
+            number = candidate.stock_config
+            run = self._reference if number is None else cast(Reference, cutlass_config(number))
+            return _Kernel(candidate, StockGemm(run), proven=True)
         # Triton is imported by the first call that needs it, and no earlier.
         from ck_patch.kernels.registry import GEMMS
 
-        gemm = GEMMS[route.config.family]()
-        variant = gemm.variant(route.config, k)
-        key = (device, route.config, out_dtype, bias_dtype, residual, variant)
-        made = gemm(route.config, gpu.sm_count, _ROUNDINGS[self._backend])
-        kernel = self._kernels.setdefault(key, _Kernel(made))
-        return Plan(device, kernel, guarded=device >= 0 and torch.cuda.device_count() > 1)
+        gemm = GEMMS[candidate.config.family]()
+        key = (*use, candidate, gemm.variant(candidate.config, k))
+        made = gemm(candidate.config, gpu.sm_count, _ROUNDINGS[self._backend])
+        return self._kernels.setdefault(key, _Kernel(candidate, made))
 
     def _forget(self) -> None:
         """Plan everything anew. `_by_tensors` goes first: it is filled from the other."""
@@ -301,10 +428,29 @@ class Int8Gemm:
             return False
         try:
             path = device_path(self._profile(device), self._settings.int8, self._backend)
-            return path.path == "triton"
+            return path.ours
         except Exception:
             # A driver that does not answer: if a call needs this device, its breaker will say why.
             return False
 
     def _profile(self, device: int) -> DeviceProfile:
         return profile(device, self._settings.assumed(device))
+
+
+def _named(gpu: DeviceProfile, device: int) -> str:
+    """The device in a line: twins have one name."""
+    return f"{gpu.name} (cuda:{device})" if device > 0 else gpu.name
+
+
+def _launched(
+    plan: Plan,
+    kernel: _Kernel,
+    tensors: Sequence[Any],
+    pointers: Sequence[int],
+    stream: int,
+) -> bool:
+    """Launch a kernel that is proven; False if it is one of stock's, and declines."""
+    launch = plan.launches.get(kernel.candidate)
+    if launch is None:
+        launch = plan.launches[kernel.candidate] = kernel.gemm.bind(operands(tensors))
+    return launch(tensors, pointers, stream) is not False

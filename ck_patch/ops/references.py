@@ -1,18 +1,41 @@
-"""Stock's GEMMs, on operands of ours: what the first result of each kernel is compared with."""
+"""Stock's GEMMs, on operands of ours: what our kernels are compared with, in result and in time."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from ck_patch import chunks
 from ck_patch.context import Function, OpContext
 from ck_patch.dlpack import renewed
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops.gemm import Reference
-from ck_patch.ops.gemm_contract import CODES
+from ck_patch.ops.gemm_contract import CODES, operands
 
 # Bytes of the weight that are copied at once.
 _COPIED = 64 * 2**20
+
+Reference = Callable[[Operands, int], bool]
+"""Writes stock's result of a GEMM into its `d`, on a raw stream that is current; False if stock
+declines the call."""
+
+
+class StockGemm:
+    """Stock among our kernels, with what the engine needs of a `kernels.launch.Gemm`."""
+
+    def __init__(self, run: Reference) -> None:
+        self._run = run
+
+    def bind(self, call: Operands) -> Callable[[Sequence[torch.Tensor], Sequence[int], int], bool]:
+        """What computes calls of the same shape, and says whether stock did."""
+
+        def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> bool:
+            return self._run(operands(tensors), stream)
+
+        return launch
 
 
 def cutlass(stock: Function, context: OpContext) -> Reference:
@@ -32,6 +55,20 @@ def cutlass(stock: Function, context: OpContext) -> Reference:
         return bool(stock(*capsules, CODES[call.d.dtype], stream))
 
     return reference
+
+
+def cutlass_config(number: int) -> Reference | None:
+    """Stock's CUDA GEMM in its tile configuration of that number, for operands without a bias and
+    a residual; None where the release has no such entry."""
+    extension = getattr(sys.modules.get("comfy_kitchen.backends.cuda"), "_C", None)
+    stock = getattr(extension, "cutlass_int8_dequant_config", None)
+    return None if stock is None else functools.partial(_cutlass_config, stock, number)
+
+
+def _cutlass_config(stock: Function, number: int, call: Operands, stream: int) -> bool:
+    values = (call.a, call.b, call.x_scale, call.w_scale, call.d)
+    capsules = renewed([None] * len(values), values)
+    return bool(stock(*capsules, CODES[call.d.dtype], number, stream))
 
 
 def eager(host: Any) -> Reference:

@@ -109,7 +109,7 @@ NO_TRITON = "Triton has no int8 tensor-core kernels for "
 SLOW = "INT8 is slow on sm_103 whatever the kernel"
 FUSED = "fused, without the transposed copy of the weight and the int32 output"
 WIDE = "the same GEMM in 64 bits, and not tuned anew for each M"
-NOT_MEASURED = "not measured to be faster than stock's CUTLASS on "
+UNMEASURED = "nothing is known of our kernels on "
 NO_KERNELS = "the CUDA backend has no kernels for "
 UNKNOWN = " is unknown to this version"
 # For each compute capability, path and reason of the CUDA, the Triton and the eager backend.
@@ -149,19 +149,19 @@ PATHS: dict[tuple[int, int], tuple[tuple[str, str], tuple[str, str], tuple[str, 
         ("stock", NO_TRITON + "sm_75"),
         ("stock", NO_TRITON + "sm_75, cuBLAS has INT8 ones"),
     ),
-    (8, 0): (("stock", NOT_MEASURED + "sm_80"), ("triton", WIDE), ("triton", FUSED)),
-    (8, 6): (("stock", NOT_MEASURED + "sm_86"), ("triton", WIDE), ("triton", FUSED)),
-    (8, 7): (("stock", NOT_MEASURED + "sm_87"), ("triton", WIDE), ("triton", FUSED)),
-    (8, 9): (("stock", NOT_MEASURED + "sm_89"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 0): (("tuned", UNMEASURED + "sm_80"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 6): (("tuned", UNMEASURED + "sm_86"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 7): (("tuned", UNMEASURED + "sm_87"), ("triton", WIDE), ("triton", FUSED)),
+    (8, 9): (("tuned", UNMEASURED + "sm_89"), ("triton", WIDE), ("triton", FUSED)),
     (9, 0): (
         ("triton", "measured faster than stock's CUTLASS on sm_90"),
         ("triton", WIDE),
         ("triton", FUSED),
     ),
-    (10, 0): (("stock", NOT_MEASURED + "sm_100"), ("triton", WIDE), ("triton", FUSED)),
+    (10, 0): (("tuned", UNMEASURED + "sm_100"), ("triton", WIDE), ("triton", FUSED)),
     (10, 3): (("stock", SLOW), ("stock", SLOW), ("bfloat16", f"{SLOW}, and BF16 is fast there")),
     (11, 0): (("stock", "sm_110" + UNKNOWN),) * 3,
-    (12, 0): (("stock", NOT_MEASURED + "sm_120"), ("triton", WIDE), ("triton", FUSED)),
+    (12, 0): (("tuned", UNMEASURED + "sm_120"), ("triton", WIDE), ("triton", FUSED)),
     (12, 1): (
         ("triton", "reported 2.3 times as fast as stock's CUTLASS on sm_121"),
         ("triton", WIDE),
@@ -185,7 +185,7 @@ def test_each_backend_takes_the_path_for_its_device_and_says_why(
         assert (found.path, said in found.reason) == (path, True), (backend, found)
         # Only the CUDA backend's path is one of choice between two that run.
         forced = device_path(gpu, "triton", backend)
-        if backend == "cuda" and capability in TENSOR_CORES and path == "stock":
+        if backend == "cuda" and capability in TENSOR_CORES and path == "tuned":
             assert forced == DevicePath("triton", "CK_PATCH_INT8=triton")
         else:
             assert forced == found

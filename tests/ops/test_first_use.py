@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ck_patch.breaker import Breaker
+from ck_patch.candidates import Candidate
 from ck_patch.kernels.int8_gemm import PointerGemm
 from ck_patch.kernels.launch import Operands
 from ck_patch.ops import first_use, gemm
@@ -50,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     monkeypatch.setattr(PointerGemm, "run", run)
     # torch.cuda.stream(None) changes nothing.
-    monkeypatch.setattr(first_use, "_stream", lambda pointer, device: None)
+    monkeypatch.setattr(first_use, "stream_of", lambda pointer, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
@@ -61,7 +62,7 @@ def operands(m: int = 300) -> Operands:
 
 
 def new_kernel() -> gemm._Kernel:
-    return gemm._Kernel(PointerGemm(INTERPRETER, sm_count=1))
+    return gemm._Kernel(Candidate(INTERPRETER), PointerGemm(INTERPRETER, sm_count=1))
 
 
 def test_a_kernel_that_equals_stock_is_proven(make_op: MakeOp, gpu: Gpu, breaker: Breaker) -> None:
@@ -105,7 +106,10 @@ def test_a_kernel_that_differs_from_stock_is_never_used_again(
     assert not kernel.proven
     (opened,) = breaker.snapshot()
     assert opened.device == str(DEVICE)
-    assert opened.reason == f"{INTERPRETER.name} differs from stock"
+    assert (opened.operation, opened.reason) == (
+        f"cutlass_int8_dequant by {Candidate(INTERPRETER).name}",
+        "differs from stock",
+    )
     (line,) = [record.getMessage() for record in caplog.records]
     assert opened.reason in line
     assert "CK_PATCH=0" in line

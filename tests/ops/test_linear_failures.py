@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     # torch.cuda.stream(None) changes nothing.
-    monkeypatch.setattr(first_use, "_stream", lambda pointer, device: None)
+    monkeypatch.setattr(first_use, "stream_of", lambda pointer, device: None)
     # The tiles of a GPU take the interpreter long.
     monkeypatch.setattr(tiles, "mma_sync", lambda *size: tiles.INTERPRETER)
 

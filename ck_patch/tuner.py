@@ -1,0 +1,101 @@
+"""Which candidate a GEMM runs by: what was measured on this machine, or a trial that finds out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ck_patch import candidates, log, table
+from ck_patch.candidates import Candidate, Candidates
+from ck_patch.device import DeviceProfile
+from ck_patch.route import GemmCall
+from ck_patch.table import Entry, Table
+from ck_patch.trial import Trial
+
+TableFor = Callable[[DeviceProfile], Table]
+
+
+class Tuner:
+    """The trials and the tables of one process, shared by its ops.
+
+    `mode` is the value of CK_PATCH_TUNE: "auto" measures, "frozen" uses what was measured before,
+    "off" neither; nothing is measured on the CPU, device -1. A trial belongs to one device; devices
+    of the same kind share a table.
+    """
+
+    def __init__(self, mode: str = "off", table_for: TableFor | None = None) -> None:
+        self._mode = mode
+        self._table_for = table_for or (lambda gpu: table.for_device(gpu, None))
+        self._lock = threading.Lock()
+        self._tables: dict[DeviceProfile, Table] = {}
+        self._trials: dict[tuple[int, str], Trial] = {}
+        self._kept: set[tuple[int, str]] = set()
+
+    def choose(
+        self, device: int, gpu: DeviceProfile, call: GemmCall, found: Candidates
+    ) -> Candidate | Trial:
+        """The candidate to run a call by, or the trial that shall find it."""
+        first = found.ordered[0]
+        if self._mode == "off" or device < 0 or len(found.ordered) == 1:
+            return first
+        key = candidates.key(call)
+        with self._lock:
+            trial = self._trials.get((device, key))
+            if trial is None:
+                entry = self._table(gpu).get(key)
+                known = entry and _usable(entry, call, gpu, found)
+                if known:
+                    return known
+                if self._mode == "frozen":
+                    return first
+                trial = Trial([candidate.name for candidate in found.ordered])
+                self._trials[device, key] = trial
+        return trial if trial.winner is None else candidates.parse(trial.winner)
+
+    def report(
+        self,
+        trial: Trial,
+        name: str,
+        microseconds: float | None,
+        device: int,
+        gpu: DeviceProfile,
+        call: GemmCall,
+    ) -> None:
+        """Count a sample of a trial of ours, None being one that tells nothing; keep the choice
+        once it is made."""
+        if microseconds is None:
+            trial.void(name)
+            return
+        trial.add(name, microseconds)
+        key = candidates.key(call)
+        winner = trial.winner
+        if winner is None:
+            return
+        with self._lock:
+            if (device, key) in self._kept:
+                return
+            self._kept.add((device, key))
+            times = trial.microseconds
+            if winner in times:
+                rounded = {name: round(time, 2) for name, time in times.items()}
+                self._table(gpu).put(key, Entry(winner, call.m, rounded, "run"))
+        if log.paths_wanted():
+            shown = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
+            log.path(f"{key} on {gpu.name}: measured, {winner} from now on (us: {shown})")
+
+    def _table(self, gpu: DeviceProfile) -> Table:
+        found = self._tables.get(gpu)
+        if found is None:
+            found = self._tables[gpu] = self._table_for(gpu)
+        return found
+
+
+def _usable(
+    entry: Entry, call: GemmCall, gpu: DeviceProfile, found: Candidates
+) -> Candidate | None:
+    """The choice of an entry, if this version has it and it can run the call."""
+    try:
+        known = candidates.parse(entry.choice)
+    except ValueError:
+        return None
+    return known if known in found.ordered or known in candidates.every(call, gpu) else None

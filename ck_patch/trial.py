@@ -13,12 +13,15 @@ SAMPLES = 7
 MARGIN = 0.02
 """By how much a candidate has to beat stock; less is noise, and a tie is stock's."""
 
-# A candidate this many times slower than the best is given up after one sample, two, and more.
-# Stock is not before it has three: a wrong first sample must not take away what all have to beat.
+# A candidate whose good samples are this many times slower than the bad ones of the best is given
+# up, after one sample, two, and more. Stock is not before it has three: a wrong first sample must
+# not take away what all have to beat.
 _LIMITS = (10.0, 1.3, 1.15)
 
-# After calls that could not be timed, a GPU that idles for instance, so many pass before the next
-# attempt at the most.
+# So many calls that could not be timed are taken as they come: a comparison of first results lets
+# the GPU run dry. After more of them, as where it idles anyway, calls pass between attempts, each
+# time twice as many, up to a limit.
+_PATIENCE = 8
 _LONGEST_PAUSE = 1024
 
 
@@ -81,7 +84,8 @@ class Trial:
             self._running[name] -= 1
             if pause:
                 self._failed_attempts += 1
-                self._pause = min(1 << self._failed_attempts, _LONGEST_PAUSE)
+                beyond = self._failed_attempts - _PATIENCE
+                self._pause = min(1 << beyond, _LONGEST_PAUSE) if beyond > 0 else 0
 
     def drop(self, name: str) -> None:
         """Take out a candidate that cannot be used."""
@@ -98,6 +102,12 @@ class Trial:
             return self.winner or self._best()
 
     @property
+    def is_sound(self) -> bool:
+        """Whether `best` rests on three samples of each candidate that is still in the running."""
+        with self._lock:
+            return all(len(self._times[name]) >= 3 for name in self._alive)
+
+    @property
     def microseconds(self) -> dict[str, float]:
         """The median time of each candidate that has one, the fastest first."""
         with self._lock:
@@ -109,7 +119,7 @@ class Trial:
 
     def _give_up_losers(self) -> None:
         known = {name: _median(self._times[name]) for name in self._alive if self._times[name]}
-        best = min(known.values())
+        best = min(_upper_median(self._times[name]) for name in known)
         for name, time in known.items():
             count = min(len(self._times[name]), len(_LIMITS))
             if time > _LIMITS[count - 1] * best and (name != "stock" or count == len(_LIMITS)):
@@ -135,3 +145,7 @@ class Trial:
 def _median(times: Sequence[float]) -> float:
     """The lower one where there are two."""
     return sorted(times)[(len(times) - 1) // 2]
+
+
+def _upper_median(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) // 2]

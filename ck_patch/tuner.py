@@ -29,7 +29,8 @@ class Tuner:
         self._lock = threading.Lock()
         self._tables: dict[DeviceProfile, Table] = {}
         self._trials: dict[tuple[int, str], Trial] = {}
-        self._kept: set[tuple[int, str]] = set()
+        # What the table was given: the choice, and whether that was the last word.
+        self._kept: dict[tuple[int, str], tuple[str, bool]] = {}
 
     def choose(
         self, device: int, gpu: DeviceProfile, call: GemmCall, found: Candidates
@@ -67,21 +68,21 @@ class Tuner:
             trial.void(name)
             return
         trial.add(name, microseconds)
-        key = candidates.key(call)
-        winner = trial.winner
-        if winner is None:
+        # The program may end before the trial does: the next one starts with what is known.
+        if trial.winner is None and not trial.is_sound:
             return
+        key, choice, times = candidates.key(call), trial.best, trial.microseconds
         with self._lock:
-            if (device, key) in self._kept:
+            decided = trial.winner is not None
+            if self._kept.get((device, key)) in ((choice, decided), (choice, True)):
                 return
-            self._kept.add((device, key))
-            times = trial.microseconds
-            if winner in times:
+            self._kept[device, key] = choice, decided
+            if choice in times:
                 rounded = {name: round(time, 2) for name, time in times.items()}
-                self._table(gpu).put(key, Entry(winner, call.m, rounded, "run"))
-        if log.paths_wanted():
+                self._table(gpu).put(key, Entry(choice, call.m, rounded, "run"))
+        if decided and log.paths_wanted():
             shown = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-            log.path(f"{key} on {gpu.name}: measured, {winner} from now on (us: {shown})")
+            log.path(f"{key} on {gpu.name}: measured, {choice} from now on (us: {shown})")
 
     def _table(self, gpu: DeviceProfile) -> Table:
         found = self._tables.get(gpu)

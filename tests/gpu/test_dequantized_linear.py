@@ -30,14 +30,15 @@ SHAPES = [(4096, 4096, 4096), *shapes.load()["qwen_image_2_1"]]
 Linear = Callable[..., torch.Tensor]
 SLOWEST = {
     "plain torch": {(F16, F16): 1.8, (BF16, BF16): 2.0},
-    "kernels": {(F16, F16): 1.3, (BF16, BF16): 2.0},
+    "kernels": {(F16, F16): 1.15, (BF16, BF16): 2.0},
 }
-"""Bounds of the time in times of a plain matmul with a dequantized weight, by x and compute.
+"""Bounds of the time in times of a plain matmul with the same weight, dequantized before, by x and
+compute.
 
-The aim is 1.15. The kernels took 1.12 to 1.24 on an H200, and 0.87 at M = 2. At 4096 x 4096 x 4096
-the matmul takes 180 us there, and a safe one adds about 100 in plain torch: 7 for float32 sums, 23
-for the cast of the weight, 75 for scales, bias and rounding. A GPU on which the matmul is slower is
-nearer to the aim.
+At 4096 x 4096 x 4096 the matmul takes 185 us on an H200, and a safe one adds about 100 in plain
+torch: 7 for float32 sums, 23 for the cast of the weight, 75 for scales, bias and rounding. The
+values of the weight have to be those with the scale: whole numbers, whose digits are mostly zeros,
+cost less power, and the matmul gains 4%.
 """
 
 
@@ -195,7 +196,7 @@ def test_it_is_faster_than_stock_and_within_its_memory(
         for dtype, compute in ((F16, F16), (BF16, F16), (F32, F16), (BF16, BF16)):
             weight, scale, bias = layer(n, k, dtype)
             x = torch.randn(m, k, device="cuda").to(dtype)
-            operand, dequantized = x.to(compute), weight.to(compute)
+            operand, dequantized = x.to(compute), (weight * scale[:, None]).to(compute)
             given = x, weight, scale, bias, dtype
             ours = partial(linear, *given, compute, rotation)
             ours()

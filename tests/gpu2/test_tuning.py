@@ -63,7 +63,11 @@ def test_two_processes_fill_one_table_and_what_one_gpu_learned_the_other_knows(
         for name, shapes in first.items()
         for shape, found in shapes.items()
     }
-    assert min(explored.values()) > 1, explored
+    # What both have may have been learned by the one when the other comes to it.
+    shared = [count for name, count in explored.items() if name.endswith(SHARED)]
+    assert max(shared) > 1, explored
+    own = [count for name, count in explored.items() if not name.endswith(SHARED)]
+    assert min(own) > 1, explored
 
     # The other GPU, and a table in which all is known: nothing but the choice runs.
     again = Started("tuned", runs(folder, swapped=True))

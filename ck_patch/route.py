@@ -222,7 +222,7 @@ def decide(call: GemmCall, device: DeviceProfile, int8: str = "auto") -> Route:
     if config is None:
         return Route(None, reason)
     if device.kind == "cuda" and not tiles.fits(
-        config, device.shared_memory, device.descriptors, OUT_BYTES[call.out_dtype], call.residual
+        config, device.shared_memory, device.descriptors, OUT_BYTES[call.out_dtype]
     ):
         return Route(None, f"{config.name} needs more shared memory than {device.name} has")
     return Route(config, reason)
@@ -248,10 +248,7 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
     if device.kind == "interpreter":
         return tiles.INTERPRETER, "Triton's interpreter is on"
     if device.capability == (9, 0):
-        out_bytes = OUT_BYTES[call.out_dtype]
-        config = tiles.hopper(
-            m, n, k, device.sm_count, out_bytes, device.descriptors, call.residual
-        )
+        config = tiles.hopper(m, n, k, device.sm_count, device.descriptors)
         if config is not None:
             return config, "measured faster than stock on sm_90"
         if int8 == "auto" and call.backend == "cuda":

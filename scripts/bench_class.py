@@ -191,7 +191,7 @@ def _compile(
 ) -> None:
     k = config.block_k + (0 if even else 16)
     call, d = _unfilled(16, 16, k, out_dtype, bias_dtype)
-    _CompiledGemm(config, 1).run(operands(call, d))
+    _CompiledGemm(config).run(operands(call, d))
 
 
 def is_equal(call: Call, gemm: PointerGemm) -> bool:
@@ -208,7 +208,7 @@ def model_shapes() -> Iterator[dict[str, Any]]:
     for m, n, k in shapes.unique():
         config = policy(m, n, k)
         call = random_call(m, n, k, BF16, stock_bias_dtype(BF16))
-        equal = is_equal(call, ClassGemm(config, 1))
+        equal = is_equal(call, ClassGemm(config))
         yield {"op": "class_sm80", "m": m, "n": n, "k": k, "config": config.name, "equal": equal}
 
 
@@ -232,7 +232,7 @@ def random_shapes(count: int = 20) -> Iterator[dict[str, Any]]:
                 "out_dtype": str(out_dtype).removeprefix("torch."),
                 "bias": biased,
                 "config": config.name,
-                "equal": is_equal(call, ClassGemm(config, 1)),
+                "equal": is_equal(call, ClassGemm(config)),
             }
 
 
@@ -248,7 +248,7 @@ def timings(shape: Shape, theirs: TritonStock) -> Iterator[dict[str, Any]]:
     for tight, launcher in launchers.items():
         for config in CONFIGS:
             if suits(config, m):
-                name, gemm = f"{config.name} {tight}", launcher(config, 1)
+                name, gemm = f"{config.name} {tight}", launcher(config)
                 gemms[name] = tight, gemm
                 functions[name] = partial(gemm.run, operands(call, d))
         kernel = theirs.tight if tight else theirs.free

@@ -1,4 +1,4 @@
-"""Every tile configuration that the policy can choose on each known GPU, found by asking it."""
+"""The tile configurations that the policy chooses or tries on a GPU, found by asking it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from itertools import product
 from typing import NamedTuple
 
 from ck_patch import shapes
-from ck_patch.device import KNOWN, DeviceProfile
-from ck_patch.route import BACKENDS, OUT_BYTES, Backend, GemmCall, decide, device_path
+from ck_patch.candidates import candidates
+from ck_patch.device import DeviceProfile
+from ck_patch.route import BACKENDS, OUT_BYTES, Backend, GemmCall, device_path
 from ck_patch.tiles import TileConfig
 
 INT8_VALUES = ("auto", "stock", "triton", "fp16")
 
-_M = (1, 2, 16, 17, 64, 77, 127, 128, 129, 274, 512, 1024, 4096, 8192, 32767, 32768, 80661)
-_N = (8, 1024, 4096, 6144, 6152, 28672)
-_K = (16, 512, 2048, 5376, 13296, 13312, 28672)
+_M = (1, 2, 16, 17, 64, 77, 127, 128, 129, 274, 512, 1024, 4096, 8192, 80661)
+_N = (8, 1024, 4096, 28672)
+_K = (16, 512, 2048, 5376, 28672)
 GRID = [*shapes.unique(), *product(_M, _N, _K)]
 """The shapes of real models, and sizes to either side of every limit in the rules."""
 
@@ -44,20 +45,13 @@ def calls(use: Use) -> Iterator[GemmCall]:
 
 @functools.cache
 def chosen(device: DeviceProfile) -> dict[TileConfig, frozenset[Use]]:
-    """The configurations chosen on that device under any setting, and what each is chosen for."""
+    """The configurations chosen or tried on that device under any setting, and what for."""
     found: dict[TileConfig, set[Use]] = {}
     for use, int8 in product(USES, INT8_VALUES):
         if device_path(device, int8, use.backend).path != "triton":
             continue
         for call in calls(use):
-            config = decide(call, device, int8).config
-            if config is not None:
-                found.setdefault(config, set()).add(use)
+            for candidate in candidates(call, device, int8).ordered:
+                if candidate.config is not None:
+                    found.setdefault(candidate.config, set()).add(use)
     return {config: frozenset(uses) for config, uses in found.items()}
-
-
-@functools.cache
-def all_chosen() -> tuple[TileConfig, ...]:
-    """Each configuration that is chosen on any known GPU, once."""
-    configs = {config for device in KNOWN for config in chosen(device)}
-    return tuple(sorted(configs, key=lambda config: config.name))

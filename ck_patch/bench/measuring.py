@@ -171,7 +171,7 @@ class _Bench:
             return {}
         from ck_patch.bench.class_sm80 import ClassGemm
 
-        gemm = ClassGemm(tiles.mma_sync(*layer.shape, self._sm_count, prefetches=False), 1)
+        gemm = ClassGemm(tiles.mma_sync(*layer.shape, self._sm_count, prefetches=False))
 
         def run(layer: Layer) -> torch.Tensor:
             given = layer.inputs

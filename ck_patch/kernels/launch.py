@@ -71,9 +71,8 @@ class Gemm:
 
     kernel: ClassVar[Any]
 
-    def __init__(self, config: TileConfig, sm_count: int, rounding: Rounding = "cutlass") -> None:
+    def __init__(self, config: TileConfig, rounding: Rounding = "cutlass") -> None:
         self.config = config
-        self.sm_count = sm_count
         self.rounding = rounding
         self._compiled: Any = None
 
@@ -81,10 +80,6 @@ class Gemm:
     def variant(cls, config: TileConfig, k: int) -> object:
         """What besides device and dtypes selects a binary; calls of one Gemm must agree on it."""
         return None
-
-    def programs(self, m: int, n: int) -> int:
-        """Size of the grid."""
-        return self.config.tiles(m, n)
 
     def operands(self, tensors: Sequence[Any], pointers: Sequence[Any]) -> Sequence[Any]:
         """The kernel's leading arguments, from tensors and from what stands for their addresses:
@@ -113,7 +108,7 @@ class Gemm:
             call.d if call.residual_scale is None else call.residual_scale,
         )
         # Triton's interpreter compiles nothing and returns None.
-        self._compiled = self.kernel[self.programs(call.m, call.n), 1, 1](
+        self._compiled = self.kernel[self.config.tiles(call.m, call.n), 1, 1](
             *self.operands(tensors, tensors),
             *self._sizes(call),
             num_warps=self.config.num_warps,
@@ -127,7 +122,7 @@ class Gemm:
         operands = self.operands
         absent = () if call.residual is not None else (0, 0)
         leading = 8 - len(absent)
-        programs = self.programs(call.m, call.n)
+        programs = self.config.tiles(call.m, call.n)
         replayed = replay(self._compiled, programs, leading, (*absent, *self._sizes(call)))
 
         def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> None:

@@ -21,12 +21,6 @@ def _tma() -> type[Gemm]:
     return TmaGemm
 
 
-def _persistent() -> type[Gemm]:
-    from ck_patch.kernels.int8_gemm_tma import PersistentGemm
-
-    return PersistentGemm
-
-
 GEMMS: Mapping[Family, Callable[[], type[Gemm]]] = MappingProxyType(
-    {"pointer": _pointer, "tma": _tma, "persistent": _persistent}
+    {"pointer": _pointer, "tma": _tma}
 )

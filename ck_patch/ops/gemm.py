@@ -400,7 +400,7 @@ class Int8Gemm:
 
         gemm = GEMMS[candidate.config.family]()
         key = (*use, candidate, gemm.variant(candidate.config, k))
-        made = gemm(candidate.config, gpu.sm_count, _ROUNDINGS[self._backend])
+        made = gemm(candidate.config, _ROUNDINGS[self._backend])
         return self._kernels.setdefault(key, _Kernel(candidate, made))
 
     def _forget(self) -> None:

@@ -83,7 +83,7 @@ class GpuContest:
                 raise Declined(f"stock does not run it in {candidate.name}")
         else:
             family = GEMMS[candidate.config.family]()
-            gemm = family(candidate.config, self._gpu.sm_count, _rounding(self._call.backend))
+            gemm = family(candidate.config, _rounding(self._call.backend))
             gemm.run(call)
             launch = gemm.bind(call)
         self._check()

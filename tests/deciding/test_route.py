@@ -333,7 +333,7 @@ def test_what_needs_more_shared_memory_than_there_is_is_never_chosen(
     small = dataclasses.replace(device, shared_memory=limit)
     for config, uses in choices.chosen(small).items():
         for use in uses:
-            assert config.shared_memory(OUT_BYTES[use.out_dtype], use.residual) <= limit
+            assert config.shared_memory(OUT_BYTES[use.out_dtype]) <= limit
 
 
 def test_a_configuration_that_does_not_fit_is_named_in_the_reason() -> None:
@@ -405,9 +405,7 @@ def test_any_route_fits_its_device_and_keeps_to_what_the_kernels_can_do(
     assert call.accepts_bias
     if device.kind == "cuda":
         out_bytes = OUT_BYTES[call.out_dtype]
-        assert tiles.fits(
-            route.config, device.shared_memory, device.descriptors, out_bytes, call.residual
-        )
+        assert tiles.fits(route.config, device.shared_memory, device.descriptors, out_bytes)
 
 
 @repeatable

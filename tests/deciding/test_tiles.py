@@ -11,14 +11,16 @@ from tests import choices
 
 POINTER = TileConfig("pointer", 128, 128, 64, 4, 4, 8)
 TMA = TileConfig("tma", 128, 128, 128, 4, 3, 16)
-PERSISTENT = TileConfig("persistent", 256, 128, 128, 8, 4, 8)
 LIMITS = (49152, 65536, 101376, 166912, 232448)
 
 
 def test_a_name_says_everything_about_a_configuration() -> None:
     assert POINTER.name == "pointer-128x128x64-w4-s4-g8"
-    configs = choices.all_chosen()
-    assert len({config.name for config in configs}) == len(configs)
+    assert len({config.name for config in tiles.EVERY}) == len(tiles.EVERY)
+
+
+def test_every_configuration_is_chosen_or_tried_on_some_gpu_and_no_other() -> None:
+    assert {config for device in KNOWN for config in choices.chosen(device)} == {*tiles.EVERY}
 
 
 @pytest.mark.parametrize(
@@ -32,30 +34,21 @@ def test_shared_memory_holds_the_pipeline_or_the_output_tile() -> None:
     assert POINTER.shared_memory(2) == 4 * (128 + 128) * 64 + 2048
     # A tile of float32 is as large as four stages of int8 here.
     assert POINTER.shared_memory(4) == 128 * 128 * 4 + 2048
-    assert PERSISTENT.shared_memory(2) == 4 * (256 + 128) * 128 + 256 * 128 + 2048
 
 
-def test_a_residual_costs_shared_memory_where_the_pipeline_is_not_free_for_it() -> None:
-    assert POINTER.shared_memory(2, True) == POINTER.shared_memory(2)
-    assert TMA.shared_memory(2, True) == TMA.shared_memory(2)
-    assert PERSISTENT.shared_memory(2, True) == PERSISTENT.shared_memory(2) + 256 * 128 // 2
-
-
-@pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tiles.EVERY, ids=lambda config: config.name)
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("out_bytes", [2, 4])
-@pytest.mark.parametrize("residual", [False, True])
 def test_a_configuration_fits_exactly_where_its_shared_memory_does(
-    config: TileConfig, limit: int, out_bytes: int, residual: bool
+    config: TileConfig, limit: int, out_bytes: int
 ) -> None:
-    needed = config.shared_memory(out_bytes, residual)
-    assert tiles.fits(config, limit, True, out_bytes, residual) == (needed <= limit)
+    needed = config.shared_memory(out_bytes)
+    assert tiles.fits(config, limit, True, out_bytes) == (needed <= limit)
 
 
-@pytest.mark.parametrize("config", [TMA, PERSISTENT], ids=lambda config: config.name)
-def test_the_copy_engine_is_used_from_sm_90_on_only(config: TileConfig) -> None:
-    assert not tiles.fits(config, 1 << 20, False, 2)
-    assert tiles.fits(config, 1 << 20, True, 2)
+def test_the_copy_engine_is_used_from_sm_90_on_only() -> None:
+    assert not tiles.fits(TMA, 1 << 20, False, 2)
+    assert tiles.fits(TMA, 1 << 20, True, 2)
     assert tiles.fits(POINTER, 1 << 20, False, 2)
 
 
@@ -64,12 +57,12 @@ def test_every_output_dtype_gets_a_configuration_that_fits_on_every_known_gpu(
     device: DeviceProfile,
 ) -> None:
     for config, uses in choices.chosen(device).items():
-        for out_dtype, _, residual in uses:
-            out_bytes = 4 if out_dtype == "float32" else 2
-            assert tiles.fits(config, device.shared_memory, device.descriptors, out_bytes, residual)
+        for use in uses:
+            out_bytes = 4 if use.out_dtype == "float32" else 2
+            assert tiles.fits(config, device.shared_memory, device.descriptors, out_bytes)
 
 
-@pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tiles.EVERY, ids=lambda config: config.name)
 def test_a_configuration_is_one_that_triton_can_compile(config: TileConfig) -> None:
     # Tile sides are powers of two, `tl.dot` of int8 wants K of 32 at least, warps a power of two.
     for size in (config.block_m, config.block_n, config.block_k, config.num_warps):
@@ -96,7 +89,7 @@ def test_small_gemms_on_sm_90_get_a_tile_whose_steps_fill_k_or_none() -> None:
     for m in (1, 2, 16, 77, 128, 274, 512):
         for n in (8, 1024, 4096):
             for k in (16, 128, 256, 384, 1280, 2048, 2064, 4096):
-                config = tiles.hopper(m, n, k, 132, 2)
+                config = tiles.hopper(m, n, k, 132)
                 assert config is None or k % config.block_k == 0
 
 

@@ -106,16 +106,6 @@ def test_subnormal_numbers_vanish_where_they_do_in_stock(
     record.add("equal_subnormal", out=str(out_dtype), equal=True)
 
 
-CONFIGS = (
-    *(cost.config for cost in tiles.HOPPER_SMALL),
-    tiles.HOPPER,
-    tiles.HOPPER_DEEP,
-    tiles.HOPPER_PERSISTENT,
-    tiles.MMA_SYNC,
-    *(cost.config for cost in tiles.MMA_SYNC_COSTS),
-)
-
-
 def adversarial(m: int, n: int, k: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of int8 operands at the ends of their range."""
 
@@ -133,7 +123,7 @@ def adversarial(m: int, n: int, k: int) -> dict[str, tuple[torch.Tensor, torch.T
     }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tiles.EVERY, ids=lambda config: config.name)
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_every_configuration_is_bit_identical_wherever_it_is_forced(
     config: tiles.TileConfig, out_dtype: torch.dtype, record: Record
@@ -155,7 +145,7 @@ def test_every_configuration_is_bit_identical_wherever_it_is_forced(
                 operands = Operands(call.a, call.b, call.xs, call.ws, bias, d)
                 _, theirs = call.run(stock())
                 # Through the dispatcher first, then as the op launches it from then on.
-                gemm = launcher(config, gpu.sm_count)
+                gemm = launcher(config)
                 gemm.run(operands)
                 assert torch.equal(d, theirs), (name, m, n, k, biased)
                 d.fill_(torch.nan)

@@ -33,7 +33,7 @@ def compiled(config: TileConfig) -> Any:
 
     int8 = torch.empty(64, config.block_k, dtype=torch.int8)
     scale, d = torch.empty(64), torch.empty(64, 64, dtype=torch.bfloat16)
-    gemm = CompiledGemm(config, 1)
+    gemm = CompiledGemm(config)
     gemm.run(Operands(a=int8, b=int8, x_scale=scale, w_scale=scale, bias=d[0], d=d))
     return gemm._compiled
 

@@ -1,4 +1,4 @@
-"""Every configuration a route can choose, compiled without a GPU for the one that would run it."""
+"""Every configuration that may be chosen, compiled without a GPU for the one that would run it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Case:
     @property
     def promise(self) -> int:
         """Bytes of shared memory that the policy reckons with."""
-        return self.config.shared_memory(OUT_BYTES[self.out_dtype], self.residual)
+        return self.config.shared_memory(OUT_BYTES[self.out_dtype])
 
 
-# Each output dtype, each bias dtype, bias or none, even K or not, each rounding and a residual meet
-# at least once; two-byte outputs alone, which the persistent kernel is for, meet all but that.
+# Each output dtype, each bias dtype, bias or none, even K or not, each rounding and a residual, at
+# least once.
 VARIANTS = (
     ("float16", "float16", False, "cutlass", True),
     ("float32", "float32", False, "cutlass", False),
@@ -98,11 +98,7 @@ def parameters(case: Case) -> tuple[dict[str, str], dict[str, Any]]:
     else:
         types["a_desc"] = f"tensordesc<i8[{config.block_m},{config.block_k}]>"
         types["b_desc"] = f"tensordesc<i8[{config.block_n},{config.block_k}]>"
-    if config.family == "persistent":
-        types["d_desc"] = f"tensordesc<{out}[{config.block_m},{config.block_n // 2}]>"
-    else:
-        types["d_ptr"] = "*" + out
-    types |= {"M": "i32", "N8": "i32", "K16": "i32"}
+    types |= {"d_ptr": "*" + out, "M": "i32", "N8": "i32", "K16": "i32"}
     values: dict[str, Any] = {
         "ROUNDING": case.rounding,
         "HAS_BIAS": case.bias_dtype is not None,
@@ -110,8 +106,6 @@ def parameters(case: Case) -> tuple[dict[str, str], dict[str, Any]]:
     }
     if config.family == "pointer":
         values["EVEN_K"] = case.even_k
-    if config.family == "persistent":
-        values["PROGRAMS"] = case.gpu.sm_count
     values |= zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"), config.blocks, strict=True)
     return types, values
 
@@ -237,14 +231,14 @@ class TestBinary:
 
     def test_the_start_of_a_tile_is_64_bit(self, case: Case) -> None:
         source = compiled(case).asm["ttir"]
-        pointers = {"pointer": ("a_ptr", "b_ptr", "d_ptr"), "tma": ("d_ptr",), "persistent": ()}
+        pointers = {"pointer": ("a_ptr", "b_ptr", "d_ptr"), "tma": ("d_ptr",)}
         for name in (*pointers[case.config.family], *(("residual_ptr",) if case.residual else ())):
             bases = re.findall(rf"tt\.addptr %{name}, %\S+ : !tt\.ptr<\w+>, (\w+)", source)
             assert bases, f"{name} has no scalar offset"
             assert set(bases) == {"i64"}, name
 
 
-@pytest.mark.parametrize("config", choices.all_chosen(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", tiles.EVERY, ids=lambda config: config.name)
 def test_the_promise_wastes_less_than_a_fifth_of_a_block(config: TileConfig) -> None:
     # A promise far above the need would keep a device from what it can run.
     case = next(

@@ -12,7 +12,6 @@ from ck_patch.kernels.launch import Operands, Rounding
 from ck_patch.kernels.registry import GEMMS
 from ck_patch.tiles import TileConfig
 
-SMS = 132
 OPERANDS = ["a", "b", "x_scale", "w_scale", "bias", "d", "residual", "residual_scale"]
 
 
@@ -41,14 +40,14 @@ def operands(m: int, n: int, k: int, *, biased: bool, residual: bool) -> Operand
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(
     "config",
-    [tiles.MMA_SYNC, tiles.HOPPER, tiles.HOPPER_PERSISTENT],
+    [tiles.MMA_SYNC, tiles.HOPPER],
     ids=lambda config: config.family,
 )
 def test_a_bound_launch_gives_every_parameter_its_value(
     config: TileConfig, biased: bool, residual: bool, rounding: Rounding
 ) -> None:
     call = operands(640, 272, 96, biased=biased, residual=residual)
-    gemm = GEMMS[config.family]()(config, SMS, rounding)
+    gemm = GEMMS[config.family]()(config, rounding)
     compiled = gemm._compiled = Compiled()
     launch = gemm.bind(call)
     tensors = [call.a, call.b, call.x_scale, call.w_scale, torch.empty(0), call.d]
@@ -61,14 +60,12 @@ def test_a_bound_launch_gives_every_parameter_its_value(
     names = gemm.kernel.arg_names
     given = dict(zip(names, args, strict=True))
     assert stream == 7
-    tile_count = config.tiles(640, 272)
-    assert grid == (min(SMS, tile_count) if config.family == "persistent" else tile_count, 1, 1)
+    assert grid == (5 * 3, 1, 1)
     sizes: dict[str, object] = {"M": 640, "N8": 272 // 8, "K16": 96 // 16}
     sizes |= {"ROUNDING": rounding, "HAS_BIAS": biased, "HAS_RESIDUAL": residual}
     blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M"), config.blocks, strict=True))
     assert {name: given[name] for name in (*sizes, *blocks)} == sizes | blocks
     assert given.get("EVEN_K", False) is False  # 96 fills no last step of 64.
-    assert given.get("PROGRAMS", SMS) == SMS
     if not residual:
         assert (given["residual_ptr"], given["residual_scale_ptr"]) == (0, 0)
     for name, tensor in zip(OPERANDS, tensors, strict=False):

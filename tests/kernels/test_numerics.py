@@ -14,7 +14,7 @@ import torch
 from ck_patch import tiles
 from ck_patch.kernels.launch import Operands, Rounding
 from ck_patch.tiles import TileConfig
-from tests import choices, reference
+from tests import reference
 
 pytestmark = pytest.mark.interpreter
 
@@ -25,10 +25,7 @@ BIAS_DTYPES = (None, *FLOAT_DTYPES)
 SMALL = (
     TileConfig("pointer", 16, 32, 32, 4, 1, 2),
     TileConfig("tma", 16, 32, 32, 4, 1, 2),
-    TileConfig("persistent", 16, 32, 32, 4, 1, 2),
 )
-SM_COUNT = 3
-"""So few that a persistent program walks several tiles, and not each one as many."""
 
 
 def by_name(config: TileConfig) -> str:
@@ -71,7 +68,7 @@ def run(config: TileConfig, call: Operands, rounding: Rounding = "cutlass") -> N
     from ck_patch.kernels.registry import GEMMS
 
     with np.errstate(all="ignore"):
-        GEMMS[config.family]()(config, SM_COUNT, rounding).run(call)
+        GEMMS[config.family]()(config, rounding).run(call)
 
 
 def expected(call: Operands, rounding: Rounding = "cutlass") -> torch.Tensor:
@@ -103,10 +100,8 @@ def test_columns_and_depths_that_fill_no_tile_are_exact(config: TileConfig, n: i
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (130, 136, 272), (127, 264, 1040)], ids=str)
-@pytest.mark.parametrize("config", [tiles.INTERPRETER, *choices.all_chosen()], ids=by_name)
-def test_every_configuration_that_a_route_can_choose_is_exact(
-    config: TileConfig, m: int, n: int, k: int
-) -> None:
+@pytest.mark.parametrize("config", [tiles.INTERPRETER, *tiles.EVERY], ids=by_name)
+def test_every_configuration_is_exact(config: TileConfig, m: int, n: int, k: int) -> None:
     assert_exact(config, random_operands(m, n, k, torch.bfloat16, torch.bfloat16))
 
 
@@ -331,10 +326,9 @@ def _run_last_tile(config: TileConfig, call: Operands, patch: pytest.MonkeyPatch
     def program_id(axis: int) -> Any:
         return program
 
-    gemm = GEMMS[config.family]()
     patch.setattr(interpreter.interpreter_builder, "create_get_program_id", program_id)
-    patch.setattr(gemm, "programs", lambda self, m, n: 1)
-    gemm(config, sm_count=last + 1).run(call)
+    patch.setattr(TileConfig, "tiles", lambda self, m, n: 1)
+    GEMMS[config.family]()(config).run(call)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +339,7 @@ def _run_last_tile(config: TileConfig, call: Operands, patch: pytest.MonkeyPatch
         pytest.param(16, 16_504, 131_056, id="N*K beyond 2^31"),
     ],
 )
-@pytest.mark.parametrize("family", ["pointer", "tma", "persistent"])
+@pytest.mark.parametrize("family", ["pointer", "tma"])
 def test_the_last_tile_is_exact_beyond_2_31_elements(
     family: tiles.Family, m: int, n: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

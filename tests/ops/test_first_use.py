@@ -62,7 +62,7 @@ def operands(m: int = 300) -> Operands:
 
 
 def new_kernel() -> gemm._Kernel:
-    return gemm._Kernel(Candidate(INTERPRETER), PointerGemm(INTERPRETER, sm_count=1))
+    return gemm._Kernel(Candidate(INTERPRETER), PointerGemm(INTERPRETER))
 
 
 def test_a_kernel_that_equals_stock_is_proven(make_op: MakeOp, gpu: Gpu, breaker: Breaker) -> None:

@@ -27,7 +27,7 @@ ComfyUI uses the CUDA backend where torch was built for CUDA 13, the Triton back
 |---|---|
 | `stock` | what stock does; in the Triton backend in chunks of rows, from 2^31 elements on |
 | `triton` | our Triton kernels, rounding as the operation they replace |
-| `tuned` | stock's GEMM, until one of ours, or stock in another tile configuration, was measured to be faster on this machine at such a shape |
+| `tuned` | stock's GEMM, until another candidate was measured to be faster at such a shape |
 | `float16`, `bfloat16` | the weight dequantized piece by piece, the activation not quantized |
 | `eager` | the eager backend, with the path that it has on that GPU |
 """

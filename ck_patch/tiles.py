@@ -102,7 +102,7 @@ MMA_SYNC_COSTS = (
 HOPPER = TileConfig("tma", 128, 128, 128, 4, 3, 16)
 HOPPER_DEEP = TileConfig("tma", 128, 256, 128, 8, 4, 8)
 
-# The cheapest by this estimate was within 0.3% of the fastest of the seven older ones on the 126 shapes
+# The cheapest by this estimate was within 0.3% of the fastest of the seven older ones on 126 shapes
 # (geometric mean; worst 10%), and nowhere slower than stock by more than 1%.
 HOPPER_SMALL = (
     WaveCost(TileConfig("pointer", 16, 32, 512, 4, 3, 8), 2.6, (0.89, 1.36, 1.94)),

@@ -115,7 +115,7 @@ class GemmCase:
                 tensors = [call.a, call.b, call.x_scale, call.w_scale, bias, call.d]
                 if call.residual is not None and call.residual_scale is not None:
                     tensors += [call.residual, call.residual_scale]
-                gemm.bind(call)(tensors, [tensor.data_ptr() for tensor in tensors], _stream())
+                gemm.bind(call)([tensor.data_ptr() for tensor in tensors], _stream())
             call.d.cpu()
 
     def _operands(self, size: Size, device: str) -> Operands:

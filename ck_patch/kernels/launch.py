@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from ck_patch.kernels.replay import replay
+from ck_patch.kernels.replay import Replay, replay
 from ck_patch.tiles import TileConfig
 
 
@@ -49,11 +49,6 @@ class Operands:
         residual = None if self.residual is None else self.residual[first:last]
         return replace(self, a=self.a[first:last], x_scale=x_scale, d=out, residual=residual)
 
-
-Launch = Callable[[Sequence[torch.Tensor], Sequence[int], int], None]
-"""Launches a bound GEMM on the tensors a, b, x_scale, w_scale, bias (any tensor where there is
-none), d and, with a residual, that and its scale, given once more as addresses, on a raw CUDA
-stream of the current device."""
 
 Rounding = Literal["cutlass", "triton", "eager"]
 """Which stock kernel's order of operations the epilogue keeps; see `_blocks.dequantize`."""
@@ -117,15 +112,34 @@ class Gemm:
             enable_fp_fusion=False,
         )
 
-    def bind(self, call: Operands) -> Launch:
-        """The launch of calls of the same shape; `run` must have compiled the kernel."""
-        operands = self.operands
+    def bind(self, call: Operands) -> Replay:
+        """The launch of calls of the same shape; `run` must have compiled the kernel.
+
+        It takes the addresses of a, b, x_scale, w_scale, bias (any where there is none), d and,
+        with a residual, that and its scale.
+        """
         absent = () if call.residual is not None else (0, 0)
-        leading = 8 - len(absent)
+        fixed = (*absent, *self._sizes(call))
         programs = self.config.tiles(call.m, call.n)
-        replayed = replay(self._compiled, programs, leading, (*absent, *self._sizes(call)))
+        launch = replay(self._compiled, programs, 8 - len(absent), fixed)
+        if type(self).operands is Gemm.operands:
+            return launch
+        operands = self.operands
+        a, b = ((tensor.dtype, tensor.shape) for tensor in (call.a, call.b))
 
-        def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> None:
-            replayed(operands(tensors, pointers), stream)
+        def launch_with_descriptors(pointers: Sequence[int], stream: int) -> None:
+            described = (_At(pointers[0], *a), _At(pointers[1], *b))
+            launch(operands(described, pointers), stream)
 
-        return launch
+        return launch_with_descriptors
+
+
+class _At(NamedTuple):
+    """A tensor as far as a descriptor asks for one."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def data_ptr(self) -> int:
+        return self.address

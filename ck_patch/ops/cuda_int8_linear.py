@@ -21,8 +21,8 @@ from ck_patch.device import profile
 from ck_patch.ops import eager_host, references
 from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.failures import decline, hand_over
-from ck_patch.ops.gemm import Int8Gemm
-from ck_patch.ops.gemm_contract import CODES
+from ck_patch.ops.gemm import Int8Gemm, Plan
+from ck_patch.ops.gemm_contract import CODES, misaligned
 from ck_patch.ops.watched import watched
 from ck_patch.route import DevicePath, device_path
 
@@ -205,44 +205,75 @@ class CudaInt8Linear:
         # Ask before the activation is quantized: declining later would cost that.
         if plan is None or not self._gemm.ready(plan):
             return None
-        starts = weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-        if (starts | (weight_scale.data_ptr() if weight_scale.numel() == n else 0)) & 15:
+        if misaligned(
+            (
+                weight.data_ptr(),
+                weight_scale.data_ptr() if weight_scale.numel() == n else 0,
+                0 if bias is None else bias.data_ptr(),
+            )
+        ):
             return None
         if convrot and not self._rotates_in_one_step(x, rows, k, convrot_groupsize):
             return None
         if weight_scale.numel() != n:
             weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
-        stream = self._current_stream(device)
-        q, x_scale = self._quantize(x.contiguous(), rows, k, bool(convrot), stream)
+        x = x.contiguous()
+        host = self._host
+        quantize = host.quantize_int8_rowwise_convrot64 if convrot else host.quantize_int8_rowwise
         out = torch.empty((*shape[:-1], n), dtype=dtype, device=on)
+        stream = self._current_stream(device)
+        if self._by_addresses(plan, quantize, x, weight, weight_scale, bias, out, stream):
+            return out
+        x = x.view(rows, k)
+        q, x_scale = quantize(x, 256) if convrot else quantize(x)
         if bias is None:
-            bias = self._host._empty_cuda_tensor(on, dtype)
-        d = out if len(shape) == 2 else out.view(rows, n)
-        tensors = (q, weight, x_scale, weight_scale, bias, d)
+            bias = host._empty_cuda_tensor(on, dtype)
+        tensors = (q, weight, x_scale, weight_scale, bias, out.view(rows, n))
         return out if self._gemm.launch(plan, tensors, stream) else None
 
-    def _quantize(
-        self, x: torch.Tensor, m: int, k: int, rotate: bool, stream: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the host's function as it is now, or, if that is ours, by the launch that it makes."""
-        host = self._host
-        function = host.quantize_int8_rowwise_convrot64 if rotate else host.quantize_int8_rowwise
-        op: Any = getattr(function, "ck_patch_op", None)
+    def _by_addresses(
+        self,
+        plan: Plan,
+        quantize: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        stream: int,
+    ) -> bool:
+        """Launch both kernels and return True, if the quantizer is ours and both were proven.
+
+        What lies between them is no tensor: one allocation holds the quantized rows and, behind
+        them, their scales.
+        """
+        op: Any = getattr(quantize, "ck_patch_op", None)
         # What wraps ours may have its attributes.
-        if op is not None and op.function is function:
-            device, start = x.get_device(), x.data_ptr()
-            launch = op.launch(device, x.dtype, m, k)
-            if launch is not None and start and start % 16 == 0:
-                q = torch.empty((m, k), dtype=torch.int8, device=x.device)
-                scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
-                try:
-                    launch((start, q.data_ptr(), scale.data_ptr()), stream)
-                    return q, scale
-                except Exception as error:
-                    op.failed(error, device)
-        x = x.view(m, k)
-        found: tuple[torch.Tensor, torch.Tensor] = function(x, 256) if rotate else function(x)
-        return found
+        if op is None or op.function is not quantize:
+            return False
+        device, m, _, k, *_ = plan.key
+        launch_quantizer = op.launch(device, x.dtype, m, k)
+        launch_gemm = None if launch_quantizer is None else self._gemm.direct(plan)
+        if launch_gemm is None:
+            return False
+        scratch = torch.empty(m * (k + 4), dtype=torch.int8, device=x.device)
+        start, q, d = x.data_ptr(), scratch.data_ptr(), out.data_ptr()
+        scale = q + m * k
+        if not start or misaligned((start, q, scale, d)):
+            return False
+        try:
+            launch_quantizer((start, q, scale), stream)
+        except Exception as error:
+            op.failed(error, device)
+            return False
+        bias_start = 0 if bias is None else bias.data_ptr()
+        addresses = (q, weight.data_ptr(), scale, weight_scale.data_ptr(), bias_start, d)
+        try:
+            launch_gemm(addresses, stream)
+        except Exception as error:
+            self._gemm.failed(error, plan)
+            return False
+        return True
 
     def _rotates_in_one_step(self, x: torch.Tensor, m: int, k: int, group: object) -> bool:
         """Whether stock rotates and quantizes these rows in one kernel; its own condition."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
+import torch
 import wrapt
 
 from ck_patch.context import Function, OpContext
@@ -57,7 +60,18 @@ class CutlassInt8Dequant:
         opened, complete = open_capsules(capsules)
         if complete and self._gemm.run(self._in_order(opened), code, stream):
             return True
-        return stock(*renewed(capsules, opened), code, stream)
+        with _device_of(opened):
+            return stock(*renewed(capsules, opened), code, stream)
+
+
+def _device_of(tensors: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Makes the one device of all tensors current. Stock launches on the one that is, and calls
+    that ours takes elsewhere must not fail once they are stock's."""
+    if torch.cuda.device_count() > 1:
+        devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            return torch.cuda.device(device)
+    return contextlib.nullcontext()
 
 
 def build(stock: Function, context: OpContext) -> CutlassInt8Dequant:

@@ -14,7 +14,8 @@ from ck_patch import candidates, log
 from ck_patch.candidates import STOCK, Candidate, Candidates
 from ck_patch.context import OpContext
 from ck_patch.device import DeviceProfile, interpreting, profile
-from ck_patch.kernels.launch import Launch, Operands, Rounding
+from ck_patch.kernels.launch import Operands, Rounding
+from ck_patch.kernels.replay import Replay
 from ck_patch.ops import capture_mode
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse, stream_of
@@ -47,7 +48,7 @@ PlanKey = tuple[int, int, int, int, torch.dtype, torch.dtype | None, bool]
 """Device, M, N, K, output dtype, bias dtype, and whether there is a residual."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kernel:
     """A candidate on one device, and whether its first result was equal to stock's."""
 
@@ -62,7 +63,7 @@ class Plan:
     """How one shape is computed on one device: by `kernel`, or, as long as `trial` has no winner,
     by its candidates in turn, `kernel` being the best one known.
 
-    `launches` has what is bound so far, by candidate; `guarded` says that the tensors' device may
+    `launches` has what is bound so far, of our kernels; `guarded` says that the tensors' device may
     not be the current one.
     """
 
@@ -71,7 +72,7 @@ class Plan:
     kernel: _Kernel
     trial: Trial | None = None
     kernels: Mapping[str, _Kernel] = field(default_factory=dict)
-    launches: dict[Candidate, Launch] = field(default_factory=dict)
+    launches: dict[_Kernel, Replay] = field(default_factory=dict)
 
     @property
     def device(self) -> int:
@@ -165,6 +166,21 @@ class Int8Gemm:
             or self._first_use.possible(plan.device)
         )
 
+    def direct(self, plan: Plan) -> Replay | None:
+        """What launches the plan's kernel by the addresses of its tensors: for a caller that has
+        made the checks of `launch`, and reports what is raised to `failed`. None where `launch` has
+        to see to it.
+
+        The tensors start on 16 bytes and are of the current device.
+        """
+        if plan.trial is not None and not plan.trial.rests():
+            return None
+        return plan.launches.get(plan.kernel)
+
+    def failed(self, error: Exception, plan: Plan) -> None:
+        """Account for a failure of what `direct` gave. Raises as `run` does."""
+        self._failed(error, plan.device)
+
     def launch(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
         """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`
         does."""
@@ -183,7 +199,14 @@ class Int8Gemm:
                     "stock (vector loads and the copy engine need that)"
                 )
             return False
-        run = self._launch if plan.trial is None or plan.trial.rests() else self._explore
+        if plan.trial is None or plan.trial.rests():
+            launch = plan.launches.get(plan.kernel)
+            if launch is not None and not plan.guarded:
+                launch(pointers, stream)
+                return True
+            run = self._launch
+        else:
+            run = self._explore
         if plan.guarded and torch.cuda.current_device() != plan.device:
             with torch.cuda.device(plan.device):
                 return run(plan, tensors, pointers, stream)
@@ -450,7 +473,10 @@ def _launched(
     stream: int,
 ) -> bool:
     """Launch a kernel that is proven; False if it is one of stock's, and declines."""
-    launch = plan.launches.get(kernel.candidate)
+    if isinstance(kernel.gemm, StockGemm):
+        return kernel.gemm.run(operands(tensors), stream)
+    launch = plan.launches.get(kernel)
     if launch is None:
-        launch = plan.launches[kernel.candidate] = kernel.gemm.bind(operands(tensors))
-    return launch(tensors, pointers, stream) is not False
+        launch = plan.launches[kernel] = kernel.gemm.bind(operands(tensors))
+    launch(pointers, stream)
+    return True

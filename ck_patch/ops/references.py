@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ck_patch import chunks
 from ck_patch.context import Function, OpContext
 from ck_patch.dlpack import renewed
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops.gemm_contract import CODES, operands
+from ck_patch.ops.gemm_contract import CODES
 
 # Bytes of the weight that are copied at once.
 _COPIED = 64 * 2**20
@@ -27,15 +25,8 @@ class StockGemm:
     """Stock among our kernels, with what the engine needs of a `kernels.launch.Gemm`."""
 
     def __init__(self, run: Reference) -> None:
-        self._run = run
-
-    def bind(self, call: Operands) -> Callable[[Sequence[torch.Tensor], Sequence[int], int], bool]:
-        """What computes calls of the same shape, and says whether stock did."""
-
-        def launch(tensors: Sequence[torch.Tensor], pointers: Sequence[int], stream: int) -> bool:
-            return self._run(operands(tensors), stream)
-
-        return launch
+        self.run = run
+        """Computes a call, and says whether stock did."""
 
 
 def cutlass(stock: Function, context: OpContext) -> Reference:

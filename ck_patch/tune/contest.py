@@ -19,10 +19,11 @@ from ck_patch.demo.slot import Inputs
 from ck_patch.device import DeviceProfile
 from ck_patch.kernels.launch import Rounding
 from ck_patch.kernels.registry import GEMMS
+from ck_patch.kernels.replay import Replay
 from ck_patch.measure import Captured, Function, Recorder
 from ck_patch.ops import references
 from ck_patch.ops.gemm_contract import DTYPE_NAMES, operands
-from ck_patch.ops.references import Reference, StockGemm
+from ck_patch.ops.references import Reference
 from ck_patch.route import Backend, GemmCall
 from ck_patch.tune.sweeping import Declined, Wrong
 
@@ -78,14 +79,14 @@ class GpuContest:
             number = candidate.stock_config
             run = self._reference if number is None else references.cutlass_config(number)
             assert run is not None  # The release was asked how many it has.
-            launch: Callable[..., Any] = StockGemm(run).bind(call)
+            launch = _by_tensors(run)
             if launch(*self._turns[0], _stream()) is False:
                 raise Declined(f"stock does not run it in {candidate.name}")
         else:
             family = GEMMS[candidate.config.family]()
             gemm = family(candidate.config, _rounding(self._call.backend))
             gemm.run(call)
-            launch = gemm.bind(call)
+            launch = _by_addresses(gemm.bind(call))
         self._check()
         # The first call loaded the kernel, which takes longer than many a GEMM. And the launch that
         # `bind` returns is another one than that of `run`.
@@ -151,3 +152,11 @@ def _weights(weight: torch.Tensor) -> int:
 
 def _stream() -> int:
     return torch.cuda.current_stream().cuda_stream
+
+
+def _by_tensors(run: Reference) -> Callable[..., Any]:
+    return lambda tensors, addresses, stream: run(operands(tensors), stream)
+
+
+def _by_addresses(launch: Replay) -> Callable[..., Any]:
+    return lambda tensors, addresses, stream: launch(addresses, stream)

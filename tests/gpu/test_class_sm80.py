@@ -44,7 +44,7 @@ def assert_equal_to_stock(
     ours.fill_(torch.nan)
     tensors = (call.a, call.b, call.xs, call.ws, call.bias, ours)
     stream = torch.cuda.current_stream().cuda_stream
-    gemm.bind(operands)(tensors, [tensor.data_ptr() for tensor in tensors], stream)
+    gemm.bind(operands)([tensor.data_ptr() for tensor in tensors], stream)
     assert torch.equal(ours, theirs), shape
     return config
 

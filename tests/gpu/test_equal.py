@@ -151,7 +151,7 @@ def test_every_configuration_is_bit_identical_wherever_it_is_forced(
                 d.fill_(torch.nan)
                 tensors = (call.a, call.b, call.xs, call.ws, call.bias, d)
                 stream = torch.cuda.current_stream().cuda_stream
-                gemm.bind(operands)(tensors, [t.data_ptr() for t in tensors], stream)
+                gemm.bind(operands)([t.data_ptr() for t in tensors], stream)
                 assert torch.equal(d, theirs), (name, m, n, k, biased)
                 assert guard[:4096].isnan().all()
                 assert guard[4096 + m * n :].isnan().all()

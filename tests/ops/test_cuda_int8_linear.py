@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import sys
@@ -16,6 +15,7 @@ import torch
 from ck_patch import log
 from ck_patch.breaker import Breaker
 from ck_patch.ops import eager_host, watched
+from tests.ops.memory import at
 
 pytestmark = pytest.mark.interpreter
 
@@ -134,13 +134,16 @@ def test_a_plain_linear_is_computed_without_stock(
     assert not out.requires_grad
 
 
-class Quantizer:
-    """Stands in for the op behind a quantizer's slot; `seen` has how each call came."""
+class Ours:
+    """Stands in for the op behind a quantizer's slot, and for the GEMM once it is proven; `seen`
+    has how each call came, `errors` what a launch raises."""
 
-    def __init__(self, rotates: bool = False) -> None:
+    def __init__(self, host: Any, op: Any, rotates: bool) -> None:
+        self.name = "quantize_int8_rowwise" + ("_convrot64" if rotates else "")
+        self.rotates = rotates
         self.seen: list[str] = []
-        self.error: BaseException | None = None
-        self.bound = True
+        self.errors: dict[str, BaseException] = {}
+        self.quantizer_is_proven = self.gemm_is_proven = True
 
         def function(x: torch.Tensor, *group: int) -> tuple[torch.Tensor, torch.Tensor]:
             assert group == ((256,) if rotates else ())
@@ -149,61 +152,91 @@ class Quantizer:
 
         function.ck_patch_op = self  # type: ignore[attr-defined]
         self.function = function
+        setattr(host, self.name, function)
+        self.op = op
+        op._gemm.direct = self.direct
+        op._gemm.failed = lambda error, plan: self.seen.append(f"GEMM failed: {error}")
 
     def launch(self, device: int, dtype: torch.dtype, m: int, k: int) -> Any:
         assert device == -1
 
         def launch(addresses: tuple[int, int, int], stream: int) -> None:
-            assert stream == 7
-            self.seen.append("launch")
-            if self.error is not None:
-                raise self.error
-            x = torch.empty(m, k, dtype=dtype)
-            ctypes.memmove(x.data_ptr(), addresses[0], x.nbytes)
+            self.launched("quantizer", addresses, stream)
+            x = at(addresses[0], (m, k), dtype)
             for address, value in zip(addresses[1:], quantize(x), strict=True):
-                ctypes.memmove(address, value.data_ptr(), value.nbytes)
+                at(address, value.shape, value.dtype).copy_(value)
 
-        return launch if self.bound else None
+        return launch if self.quantizer_is_proven else None
 
     def failed(self, error: Exception, device: int) -> None:
-        assert (error, device) == (self.error, -1)
-        self.seen.append("failed")
+        assert device == -1
+        self.seen.append(f"quantizer failed: {error}")
+
+    def direct(self, plan: Any) -> Any:
+        _, m, n, k, dtype, bias_dtype, _ = plan.key
+
+        def launch(addresses: tuple[int, ...], stream: int) -> None:
+            self.launched("GEMM", addresses, stream)
+            q, weight, x_scale, scale, bias, d = addresses
+            out = at(q, (m, k), torch.int8).long() @ at(weight, (n, k), torch.int8).long().t()
+            out = out.float() * at(x_scale, (m, 1), torch.float32)
+            exact = out.double() * at(scale, (n,), torch.float32).double()
+            if bias_dtype is not None:
+                exact += at(bias, (n,), bias_dtype).double()
+            at(d, (m, n), dtype).copy_(exact)
+
+        return launch if self.gemm_is_proven else None
+
+    def launched(self, what: str, addresses: tuple[int, ...], stream: int) -> None:
+        assert stream == 7
+        assert all(address % 16 == 0 for address in addresses)
+        self.seen.append(what)
+        if what in self.errors:
+            raise self.errors[what]
+
+    def compute(self, x: torch.Tensor, **changes: Any) -> Any:
+        """What the linear returned, compared with the exact result unless it is stock's."""
+        weight = torch.randint(-127, 128, (24, x.shape[-1]), dtype=torch.int8)
+        given = form(x, weight=weight, convrot=self.rotates, **changes)
+        out = self.op.function(**given)
+        if isinstance(out, torch.Tensor):
+            exact = linear(x, weight, given["weight_scale"].expand(24), given["bias"])
+            assert out.shape == exact.shape
+            assert out.is_contiguous()
+            torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-4)
+        return out
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "rotating"])
-def ours(request: pytest.FixtureRequest, host: Any) -> Quantizer:
-    """An op of ours in the host's module; `check` computes a linear that it quantizes for."""
-    quantizer: Any = Quantizer(request.param)
-    name = "quantize_int8_rowwise" + ("_convrot64" if request.param else "")
-    setattr(host, name, quantizer.function)
-    quantizer.name = name
-    quantizer.changes = {"convrot": request.param}
-    found: Quantizer = quantizer
-    return found
+def ours(request: pytest.FixtureRequest, host: Any, op: Any) -> Ours:
+    return Ours(host, op, request.param)
 
 
-def is_exact(op: Any, ours: Any, x: torch.Tensor) -> bool:
-    weight = torch.randint(-127, 128, (24, x.shape[-1]), dtype=torch.int8)
-    given = form(x, weight=weight, **ours.changes)
-    out = op.function(**given)
-    exact = linear(x, weight, given["weight_scale"], given["bias"])
-    return torch.allclose(out, exact, rtol=1e-6, atol=1e-4)
+BOTH = ["quantizer", "GEMM"]
 
 
-def test_a_quantizer_of_ours_is_launched_from_here_once_it_has_a_launch(
-    op: Any, host: Any, ours: Any
-) -> None:
-    ours.bound = False
-    assert is_exact(op, ours, torch.randn(5, 256))
-    ours.bound = True
-    assert is_exact(op, ours, torch.randn(5, 256))
-    assert is_exact(op, ours, torch.randn(3, 2, 512).half())
-    assert is_exact(op, ours, torch.randn(256, 6).t())
-    assert ours.seen == ["function", "launch", "launch", "launch"]
+def test_where_both_kernels_are_proven_they_are_launched_from_here(ours: Ours, host: Any) -> None:
+    for x in (
+        torch.randn(5, 256),
+        torch.randn(3, 2, 512).half(),
+        torch.randn(256, 6).t(),
+        torch.randn(2, 3, 512)[..., :256],
+    ):
+        ours.compute(x)
+        ours.compute(x, bias=None)
+        ours.compute(x, weight_scale=torch.tensor(0.01))
+    assert ours.seen == BOTH * 12
     assert host.stock == []
 
 
-def test_what_wraps_our_quantizer_is_called(op: Any, host: Any, ours: Any) -> None:
+@pytest.mark.parametrize("missing", ["quantizer_is_proven", "gemm_is_proven"])
+def test_where_one_is_not_the_functions_are_called_that_prove_it(ours: Ours, missing: str) -> None:
+    setattr(ours, missing, False)
+    ours.compute(torch.randn(5, 256))
+    assert ours.seen == ["function"]
+
+
+def test_what_wraps_our_quantizer_is_called(ours: Ours, host: Any) -> None:
     calls = []
 
     @functools.wraps(ours.function)
@@ -212,23 +245,27 @@ def test_what_wraps_our_quantizer_is_called(op: Any, host: Any, ours: Any) -> No
         return ours.function(*args)
 
     setattr(host, ours.name, foreign)
-    assert is_exact(op, ours, torch.randn(5, 256))
+    ours.compute(torch.randn(5, 256))
     assert (len(calls), ours.seen) == (1, ["function"])
 
 
-def test_an_activation_not_on_16_bytes_is_the_quantizers_to_judge(op: Any, ours: Any) -> None:
-    x = torch.randn(5 * 256 + 1)[1:].view(5, 256)
-    assert is_exact(op, ours, x)
+def test_an_activation_not_on_16_bytes_is_the_quantizers_to_judge(ours: Ours) -> None:
+    ours.compute(torch.randn(5 * 256 + 1)[1:].view(5, 256))
     assert ours.seen == ["function"]
 
 
-def test_a_launch_that_fails_is_accounted_for_and_the_function_called(op: Any, ours: Any) -> None:
-    ours.error = RuntimeError("planted")
-    assert is_exact(op, ours, torch.randn(5, 256))
-    assert ours.seen == ["launch", "failed", "function"]
-    ours.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        is_exact(op, ours, torch.randn(5, 256))
+def test_a_launch_that_fails_is_accounted_for_and_the_functions_are_called(ours: Ours) -> None:
+    ours.errors["quantizer"] = RuntimeError("planted")
+    ours.compute(torch.randn(5, 256))
+    assert ours.seen == ["quantizer", "quantizer failed: planted", "function"]
+    ours.seen.clear()
+    ours.errors = {"GEMM": RuntimeError("planted")}
+    ours.compute(torch.randn(5, 256))
+    assert ours.seen == [*BOTH, "GEMM failed: planted", "function"]
+    for what in BOTH:
+        ours.errors = {what: KeyboardInterrupt()}
+        with pytest.raises(KeyboardInterrupt):
+            ours.compute(torch.randn(5, 256))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ck_patch.settings import Settings
 from ck_patch.table import Table
 from ck_patch.tuner import Tuner
 from tests import reference
+from tests.ops.memory import operands_at
 from tests.ops.slot import Call, RecordingStock, make_call
 
 H200 = next(gpu for gpu in KNOWN if gpu.name == "H200")
@@ -115,12 +116,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             state.compute(self._name, call)
 
         def bind(self, call: Operands) -> Callable[..., None]:
-            return self._launch
+            def launch(pointers: Sequence[int], stream: int) -> None:
+                state.ran.append(self._name)
+                state.compute(self._name, operands_at(pointers, call))
 
-        def _launch(self, tensors: Any, pointers: Any, stream: int) -> None:
-            state.ran.append(self._name)
-            a, b, xs, ws, _, d = tensors
-            state.compute(self._name, Operands(a, b, xs, ws, None, d))
+            return launch
 
     def config(number: int) -> Callable[[Operands, int], bool]:
         def run(call: Operands, stream: int) -> bool:

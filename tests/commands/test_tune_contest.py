@@ -19,11 +19,11 @@ from ck_patch.device import KNOWN
 from ck_patch.kernels.launch import Operands
 from ck_patch.measure import Captured
 from ck_patch.ops import references
-from ck_patch.ops.gemm_contract import operands
 from ck_patch.route import GemmCall
 from ck_patch.tune import contest
 from ck_patch.tune.contest import GpuContest
 from ck_patch.tune.sweeping import Declined, Wrong
+from tests.ops.memory import operands_at
 
 H200 = next(gpu for gpu in KNOWN if gpu.name == "H200")
 CALL = GemmCall(5, 16, 32, "bfloat16", "float32", residual=True)
@@ -54,10 +54,10 @@ class FakeGemm:
     def bind(self, call: Operands) -> Any:
         assert self._compiled
 
-        def launch(tensors: Any, pointers: list[int], stream: int) -> None:
-            assert pointers == [tensor.data_ptr() for tensor in tensors]
-            compute(operands(tensors))
-            self._spoil(tensors[5])
+        def launch(addresses: list[int], stream: int) -> None:
+            given = operands_at(addresses, call)
+            compute(given)
+            self._spoil(given.d)
 
         return launch
 

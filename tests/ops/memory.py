@@ -20,7 +20,9 @@ def at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def operands_at(addresses: Sequence[int], like: Operands) -> Operands:
     """The operands there, of a call of the same shape."""
-    given = (like.a, like.b, like.x_scale, like.w_scale, like.bias, like.d)
+    given = [like.a, like.b, like.x_scale, like.w_scale, like.bias, like.d]
+    if like.residual is not None:
+        given += [like.residual, like.residual_scale]
     return Operands(
         *(
             None if one is None else at(address, one.shape, one.dtype)  # type: ignore[arg-type]

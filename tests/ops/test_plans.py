@@ -13,6 +13,7 @@ import torch
 
 from ck_patch import log
 from ck_patch.kernels.launch import Operands
+from ck_patch.route import GemmCall
 from tests import reference
 from tests.ops.slot import RecordingStock, make_call
 
@@ -22,16 +23,16 @@ MakeOp = Callable[..., Any]
 
 
 def test_a_shape_is_decided_once(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ck_patch import route
-    from ck_patch.ops import gemm
+    from ck_patch import candidates
 
-    decided: list[route.GemmCall] = []
+    decided: list[GemmCall] = []
+    real = candidates.chosen
 
-    def decide(call: route.GemmCall, *rest: Any) -> route.Route:
+    def chosen(call: GemmCall, *rest: Any) -> candidates.Candidates:
         decided.append(call)
-        return route.decide(call, *rest)
+        return real(call, *rest)
 
-    monkeypatch.setattr(gemm, "decide", decide)
+    monkeypatch.setattr(candidates, "chosen", chosen)
     op = make_op(RecordingStock())
     for m in (5, 5, 6, 5, 6):
         assert op.function(*make_call(m).arguments()) is True

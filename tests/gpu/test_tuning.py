@@ -39,7 +39,7 @@ BF16 = torch.bfloat16
 BLOCKS = 40
 # The largest would need minutes of replays; they are in the passes all the same.
 SWEPT = [shape for shape in shapes.unique() if shape[0] * shape[1] * shape[2] < 2**43]
-SWEEP_SECONDS = 120.0
+SWEEP_SECONDS = 75.0
 # Where one bucket of M ends and the next begins.
 EDGES = [256, 512, 1024, 2048, 4096]
 

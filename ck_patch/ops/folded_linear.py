@@ -15,8 +15,9 @@ from ck_patch import half_ways
 from ck_patch.gemm_chunks import Pieces
 from ck_patch.ops.dequantized_linear import FLOAT32_OUTPUT, WIDENED, DequantizedCall
 
-Fold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes int8 weight [n, K] times float32 scale, 1 or n values, to a float16 [n, K]."""
+Fold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
+"""Writes int8 weight [n, K] times float32 scale, 1 or n values, and a power of two to a float16
+[n, K]."""
 
 Unfit = Callable[
     [
@@ -82,8 +83,7 @@ class _FoldedCall(DequantizedCall):
         super().__init__(x, weight, weight_scale, after, torch.float16, hadamard, entry)
         self._fold, self._unfit, self._direct, self._in_gemm = fold, unfit, direct, in_gemm
         self._bias = bias
-        self._plain_scale = weight_scale.reshape(-1)
-        self._scale = self._plain_scale * _RANGE
+        self._scale = weight_scale.reshape(-1)
         self._alpha = 1 / (_RANGE * self.rotation)
 
     def pieces(self) -> Pieces:
@@ -95,7 +95,7 @@ class _FoldedCall(DequantizedCall):
     def _dequantized(self, columns: slice) -> torch.Tensor:
         weight = self.weight[columns]
         w = torch.empty(weight.shape, dtype=self.compute, device=weight.device)
-        self._fold(weight, _cut(self._scale, columns), w)
+        self._fold(weight, _cut(self._scale, columns), w, _RANGE)
         return w
 
     def _piece(
@@ -118,7 +118,7 @@ class _FoldedCall(DequantizedCall):
         else:
             torch.addmm(self._in_gemm[columns], a, w.t(), alpha=self._alpha, out=out)
         bias = None if self._bias is None else self._bias[columns]
-        scale = _cut(self._plain_scale, columns)
+        scale = _cut(self._scale, columns)
         self._unfit(a, self.weight[columns], scale, bias, out, 1 / self.rotation, _LIMITS)
 
 

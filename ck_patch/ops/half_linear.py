@@ -171,8 +171,10 @@ class _Call:
         """The folded linear, and what selects the binaries of its kernels."""
         from ck_patch.kernels import dequantize, gemv
 
-        def fold(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-            dequantize.dequantize(weight, scale, out.fill_(math.nan))
+        def fold(
+            weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, factor: float
+        ) -> None:
+            dequantize.dequantize(weight, scale, out.fill_(math.nan), factor)
 
         def run(poisoned: bool) -> torch.Tensor:
             return folded_linear(

@@ -164,7 +164,7 @@ def test_the_last_row_is_exact_beyond_2_31_elements(
     gemv._gemv_kernel[1, 1, 1](x, weight, scale, scale, y, 1, n, k // constants[0], *constants)
     expected, magnitudes = exact(x, weight[-1:], scale, None)
     assert abs(y[0, -1] - expected) <= magnitudes * 2.0**-20
-    unit, _, rows, block_k = fold = dequantize.constants(weight, scale)
+    unit, _, rows, block_k, _ = fold = dequantize.constants(weight, scale)
     blocks = -(-k // block_k)
     for block in range(blocks):
         index[0] = (n // rows - 1) * blocks + block

@@ -103,7 +103,7 @@ def test_every_form_of_call_equals_stock(record: Record) -> None:
             assert ours.requires_grad == theirs.requires_grad, name
             assert torch.equal(ours, theirs), name
     gemm = patcher._PATCHER._patches["cuda_int8_linear"].replacement._gemm  # type: ignore[attr-defined]
-    launched = sum(plan is not None and plan.launch is not None for plan in gemm._plans.values())
+    launched = sum(plan is not None and bool(plan.launches) for plan in gemm._plans.values())
     assert launched >= 10
     record.add("equal_int8_linear", forms=len(forms), shapes_by_our_kernels=launched)
 

@@ -19,17 +19,18 @@ from ck_patch.measure import graph_times
 from tests.gpu.conftest import Record
 from tests.gpu.test_quantize_rows import BF16, DTYPES, Quantized, captured, equal, same_rows
 from tests.gpu.test_triton_backend import Canaries, bf16, windows
-from tests.hostile_rows import hostile_rows
+from tests.hostile_rows import hostile_rotated_rows
 
 pytestmark = pytest.mark.gpu
 
 MODELS = sorted(
     {(m, k) for m, _, k in shapes.unique() if k % 256 == 0 and k <= 16_384}, key=lambda mk: mk[::-1]
 )
-# Of each form of a row a K: less than a chunk, two, three of which the last is not full, and one.
-HOSTILE = (256, 1024, 5376, 16_384)
+# Half a piece to three and a half, the last one whole, half or not full, of 1, 2, 4 and 8 warps.
+HOSTILE = (256, 1024, 1280, 5120, 5376, 13_824, 14_336, 16_384)
 TIMED = (
     (36_864, 5376),
+    (37_296, 14_336),
     (25_900, 16_384),
     (4608, 3072),
     (4608, 12_288),
@@ -60,7 +61,7 @@ def stock(x: torch.Tensor) -> Quantized:
 def binaries() -> None:
     """Compiled side by side: one after the other they would take most of the time of these tests.
 
-    Triton keeps each for all K that have its chunks.
+    Triton keeps each for all K that have its pieces.
     """
 
     def compile_one(dtype: torch.dtype, k: int) -> None:
@@ -129,9 +130,9 @@ def test_hostile_and_random_rows_are_bit_identical(
 ) -> None:
     different = []
     for k in HOSTILE:
-        rows = hostile_rows(k, dtype)
+        rows = hostile_rotated_rows(k, dtype)
         names = [*rows, *["random"] * 1000]
-        widest = 4 if dtype == torch.float16 else 30
+        widest = 4 if dtype == torch.float16 else 37
         scales = 10.0 ** torch.linspace(-widest, widest, 1000)[:, None]
         x = torch.cat([torch.stack(list(rows.values())), (torch.randn(1000, k) * scales).to(dtype)])
         x = x.cuda()

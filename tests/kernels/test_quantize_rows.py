@@ -200,7 +200,9 @@ VARIANTS: tuple[tuple[Rounding, torch.dtype, int], ...] = (
 )
 
 
-def compiled(architecture: str, quantizer: RowQuantizer, dtype: torch.dtype, k: int) -> Any:
+def compiled(
+    architecture: str, quantizer: RowQuantizer, dtype: torch.dtype, k: int, **options: Any
+) -> Any:
     """Triton's compiled kernel: `asm` by stage, and `metadata`."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -219,7 +221,7 @@ def compiled(architecture: str, quantizer: RowQuantizer, dtype: torch.dtype, k: 
     return triton.compile(
         ASTSource(quantizer.kernel, signature, constants, aligned),
         target=GPUTarget("cuda", major * 10 + minor, 32),
-        options={"num_warps": quantizer._num_warps(x), "enable_fp_fusion": False},
+        options={"num_warps": quantizer._num_warps(x), "enable_fp_fusion": False, **options},
     )
 
 

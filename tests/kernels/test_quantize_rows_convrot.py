@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
-from tests.hostile_rows import hostile_rows
+from tests.hostile_rows import BOUNDS, hostile_rotated_rows
+from tests.kernels.test_compile import resource_usage
 from tests.kernels.test_launch import Compiled
 from tests.kernels.test_quantize_rows import (
     ARCHITECTURES,
@@ -27,22 +28,24 @@ from tests.kernels.test_quantize_rows import (
     run,
 )
 
-# One chunk, more than one, the last one full or not, and a row that is one chunk.
-KS = (256, 512, 1280, 2560, 5376, 13_824)
+# Half a piece to four, the last one whole, half or not full, for each number of warps.
+KS = (256, 512, 1280, 2560, 3840, 5376, 13_824, 16_384)
+# Bytes a thread, which holds 224 of its row.
+SPILLED = 144
 
 Floats = npt.NDArray[np.float32]
 SIGNS = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
 
 
-def rotated(values: Floats) -> Floats:
-    """R of each 256 values in float32, every sum from left to right."""
+def rotated(values: Floats, factor: float = 0.5) -> Floats:
+    """R of each 256 values in float32, every sum from left to right, times the factor."""
     signs = SIGNS.astype(np.float32)
     for stride in (1, 4, 16, 64):
         quads = values.reshape(-1, 4, stride)
         sums = quads[:, None, 0] * signs[:, 0, None]
         for term in (1, 2, 3):
             sums = sums + quads[:, None, term] * signs[:, term, None]
-        values = (sums * np.float32(0.5)).reshape(values.shape)
+        values = (sums * np.float32(factor)).reshape(values.shape)
     return values
 
 
@@ -94,8 +97,23 @@ def test_every_number_of_rows_and_groups_is_exact(dtype: torch.dtype, k: int) ->
 @pytest.mark.parametrize("k", [256, 1280])
 @over_dtypes
 def test_hostile_rows_are_exact(dtype: torch.dtype, k: int) -> None:
-    rows = hostile_rows(k, dtype)
+    rows = hostile_rotated_rows(k, dtype)
     assert_exact(torch.stack(list(rows.values())), list(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hostile_rows_lie_on_both_sides_of_each_bound_and_overflow_where_nothing_is_halved(
+    dtype: torch.dtype,
+) -> None:
+    """Or the test above would prove little."""
+    rows = {name: row.float().numpy() for name, row in hostile_rotated_rows(512, dtype).items()}
+    for bound in BOUNDS:
+        assert np.abs(rotated(rows[f"at {bound}"], 1)).max() == bound
+        below = np.abs(rotated(rows[f"below {bound}"], 1)).max()
+        assert bound * (1 - torch.finfo(dtype).eps) < below < bound
+    with np.errstate(all="ignore"):
+        assert np.isfinite(rotated(rows["of 10^37"])).all()
+        assert not np.isfinite(rotated(rows["of 10^37"], 1)).all()
 
 
 @pytest.mark.interpreter
@@ -134,20 +152,48 @@ def test_it_compiles_for_every_architecture_and_nothing_spills(
     kernel = compiled(architecture, ConvrotRowQuantizer(), dtype, k)
     assert_nothing_spills(kernel, architecture, tmp_path)
     assert "ld.global.v4" in kernel.asm["ptx"]
-    # Additions and their halving as stock has them; nothing is fused.
+    # Additions as stock has them; nothing is fused.
     assert "fma" not in kernel.asm["ptx"]
 
 
 @compiles
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_of_a_limit_of_registers_hardly_anything_spills(architecture: str, tmp_path: Path) -> None:
+    dtype, k = torch.bfloat16, 14_336
+    quantizer = ConvrotRowQuantizer()
+    registers = quantizer._registers(torch.empty(1, k, dtype=dtype))
+    kernel = compiled(architecture, quantizer, dtype, k, maxnreg=registers)
+    usage = resource_usage(kernel.asm["cubin"], tmp_path)
+    assert usage["REG"] == registers
+    # Bytes a thread, which holds 224 of a row.
+    assert usage["STACK"] + usage["LOCAL"] <= SPILLED
+
+
+@compiles
+def test_every_row_is_covered_by_as_few_values_as_there_can_be() -> None:
+    for k in range(256, 65_537, 256):
+        x = torch.empty(1, k, dtype=torch.bfloat16, device="meta")
+        quantizer = ConvrotRowQuantizer()
+        arguments: Any = quantizer._arguments(x)
+        groups, _, half, halves, full = arguments
+        warps = quantizer._num_warps(x)
+        assert (groups, half) == (k // 256, 512 * warps)
+        assert k <= half * halves < k + half
+        assert full == (k == half * halves)
+        assert warps * 32 * (quantizer._registers(x) or 128) <= 65_536
+
+
+@compiles
 @pytest.mark.parametrize(
-    ("k", "chunk", "chunks", "warps"),
+    ("k", "warps", "halves", "registers"),
     [
-        *[(256, 512, 1, 1), (3072, 1024, 3, 1), (4096, 2048, 2, 2), (5376, 2048, 3, 2)],
-        *[(12_288, 4096, 3, 4), (12_544, 16_384, 1, 16), (16_384, 16_384, 1, 16)],
+        *[(256, 1, 1, None), (3072, 1, 6, None), (3584, 1, 7, 96), (3840, 2, 4, None)],
+        *[(5120, 2, 5, None), (5376, 2, 6, None), (12_288, 4, 6, None), (13_824, 4, 7, 96)],
+        *[(14_336, 4, 7, 96), (16_384, 8, 4, None), (65_536, 16, 8, None)],
     ],
 )
 def test_a_bound_launch_gives_every_parameter_its_value(
-    k: int, chunk: int, chunks: int, warps: int
+    k: int, warps: int, halves: int, registers: int | None
 ) -> None:
     for dtype in DTYPES:
         x = torch.zeros(5, k, dtype=dtype)
@@ -156,13 +202,14 @@ def test_a_bound_launch_gives_every_parameter_its_value(
         quantizer.bind(x)((1, 2, 3), 7)
         ((grid, args, stream),) = launched.launches
         assert (grid, stream, quantizer._num_warps(x)) == ((5, 1, 1), 7, warps)
+        assert quantizer._registers(x) == (None if dtype == torch.float32 else registers)
         assert dict(zip(quantizer.kernel.arg_names, args, strict=True)) == {
             "x_ptr": 1,
             "q_ptr": 2,
             "scale_ptr": 3,
             "GROUPS": k // 256,
             "FINITE_MAX": torch.finfo(dtype).max,
-            "CHUNK": chunk,
-            "CHUNKS": chunks,
-            "FULL": k == chunk * chunks,
+            "HALF": 512 * warps,
+            "HALVES": halves,
+            "FULL": k == 512 * warps * halves,
         }

@@ -31,7 +31,7 @@ from tests.kernels.test_quantize_rows import (
 # Half a piece to four, the last one whole, half or not full, for each number of warps.
 KS = (256, 512, 1280, 2560, 3840, 5376, 13_824, 16_384)
 # Bytes a thread, which holds 224 of its row.
-SPILLED = 144
+SPILLED = 192
 
 Floats = npt.NDArray[np.float32]
 SIGNS = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])

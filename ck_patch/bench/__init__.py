@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from ck_patch import activation, files, prerequisites
+from ck_patch import activation, files, prerequisites, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.shapes import Sets, unique
 
@@ -33,6 +34,8 @@ def _run(sets: Sets, quick: bool, json_path: Path | None, plot_path: Path | None
             ) from None
     if not prerequisites.has_gpu():
         raise Missing("torch finds no NVIDIA GPU, and there is nothing to time without one")
+    # A trial in the middle of a measurement would be measured along with it.
+    os.environ.setdefault(settings.TUNE.name, "frozen")
     prerequisites.patch()
     stamp = prerequisites.stamped("bench")
     from ck_patch.bench import measuring, show

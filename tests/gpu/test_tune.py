@@ -83,7 +83,10 @@ def test_every_candidate_of_every_kind_of_call_equals_stock(backend: Any, bias: 
     for row in found.rows:
         assert all(us > 0 for us in row.us.values())
         assert ("stock" in row.us) == (backend == "cuda")
-        assert ("cfg0" in row.us) == (backend == "cuda" and not bias and not row.call.residual)
+        by_number = backend == "cuda" and not bias and not row.call.residual
+        assert by_number or not any(name.startswith("cfg") for name in row.us)
+        # Stock declines other dtypes.
+        assert "cfg0" in row.us or not by_number or row.call.out_dtype != "bfloat16"
         assert row.regret(row.best) == 0
         assert any(name.startswith("triton:") for name in row.us)
 

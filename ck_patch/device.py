@@ -19,7 +19,7 @@ class DeviceProfile:
     interpreter on) or "other"; shared_memory is bytes per block, opted in; `descriptors` says
     whether kernels can be given TMA descriptors made on the host, `prefetches` whether Triton loads
     int8 operands into registers one step ahead, or the accumulator from tensor memory: a 128x128
-    tile of 4 warps spills then."""
+    tile of 4 warps spills then; `compiles` whether Triton can be asked to compile for it at all."""
 
     kind: Literal["cuda", "interpreter", "other"]
     name: str
@@ -28,6 +28,7 @@ class DeviceProfile:
     shared_memory: int = 0
     descriptors: bool = False
     prefetches: bool = False
+    compiles: bool = True
 
     @property
     def architecture(self) -> str:
@@ -67,6 +68,8 @@ def profile(index: int, assume: tuple[int, int] | None = None) -> DeviceProfile:
         properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
         (properties.major == 8 or (properties.major, properties.minor) == (10, 0))
         and _prefetching_triton(),
+        # The LLVM in Triton 3.3 does not know sm_121 and ends the process over a shuffle.
+        (properties.major, properties.minor) != (12, 1) or _triton_since("3.4", True),
     )
 
 
@@ -78,16 +81,21 @@ def _assumed(capability: tuple[int, int]) -> DeviceProfile:
     return DeviceProfile("cuda", name, capability, shared_memory=48 * KIB)
 
 
-@functools.cache
 def _prefetching_triton() -> bool:
     """Whether Triton does that on sm_80, 86, 89 and 100: from 3.8 on, by the code that it makes."""
+    return _triton_since("3.8", False)
+
+
+@functools.cache
+def _triton_since(first: str, unknown: bool) -> bool:
+    """Whether Triton is of that version or newer; `unknown` where that cannot be told."""
     for name in ("triton", "triton-windows"):
         # A report must be had where packaging is missing, or the version is none.
         with contextlib.suppress(metadata.PackageNotFoundError, ImportError, ValueError):
             from packaging.version import Version
 
-            return Version(metadata.version(name)) >= Version("3.8")
-    return False
+            return Version(metadata.version(name)) >= Version(first)
+    return unknown
 
 
 # One GPU of each class that INT8 models run on, for tables and tests: shared memory per block from

@@ -193,6 +193,9 @@ _DEVICE_PATHS = {"cuda": _cuda_path, "triton": _triton_path, "eager": _eager_pat
 
 def _unsupported(device: DeviceProfile) -> DevicePath | None:
     """Why our GEMM is not for this device, which has at least sm_75; None if it is."""
+    if not device.compiles:
+        reason = f"this version of Triton cannot compile for {device.architecture}"
+        return DevicePath("stock", reason, "a newer Triton")
     if device.capability < (8, 0):
         return DevicePath(
             "stock", f"Triton has no int8 tensor-core kernels for {device.architecture}"

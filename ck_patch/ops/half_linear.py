@@ -11,7 +11,7 @@ import torch
 
 from ck_patch import half_ways, log
 from ck_patch.breaker import Breaker, classify
-from ck_patch.device import interpreting
+from ck_patch.device import interpreting, profile
 from ck_patch.half_ways import HalfCall, Means, Way
 from ck_patch.ops.dequantized_linear import dequantized_linear, has_out_dtype, rows_in_place
 from ck_patch.ops.first_use import FirstUse
@@ -237,5 +237,6 @@ def _current(device: int) -> contextlib.AbstractContextManager[object]:
 def _means(device: torch.device) -> Means:
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return Means(not interpreting(), sms, has_out_dtype())
+        kernels = not interpreting() and profile(device.index).compiles
+        return Means(kernels, sms, has_out_dtype())
     return Means(interpreting(), 1, True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -189,6 +190,39 @@ def test_each_backend_takes_the_path_for_its_device_and_says_why(
             assert forced == DevicePath("triton", "CK_PATCH_INT8=triton")
         else:
             assert forced == found
+
+
+@every_backend
+@pytest.mark.parametrize("int8", ["auto", "triton"])
+def test_a_gpu_that_triton_cannot_compile_for_is_left_to_stock(backend: Backend, int8: str) -> None:
+    found = device_path(dataclasses.replace(GB10, compiles=False), int8, backend)
+    assert (found.path, found.advice) == ("stock", "a newer Triton")
+    assert found.reason == "this version of Triton cannot compile for sm_121"
+
+
+@pytest.mark.parametrize(("triton", "compiles"), [("3.3.1", False), ("3.4.0", True)])
+def test_only_a_triton_that_knows_sm_121_is_asked_to_compile_for_it(
+    triton: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from ck_patch import device
+
+    properties = SimpleNamespace(
+        name="GB10", major=12, minor=1, multi_processor_count=48, shared_memory_per_block=49152
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: triton)
+    device.profile.cache_clear()
+    device._triton_since.cache_clear()
+    try:
+        assert device.profile(0).compiles == compiles
+        properties.minor = 0
+        device.profile.cache_clear()
+        assert device.profile(0).compiles
+    finally:
+        device.profile.cache_clear()
+        device._triton_since.cache_clear()
 
 
 @every_gpu

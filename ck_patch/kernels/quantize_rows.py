@@ -180,6 +180,10 @@ class RowQuantizer:
     def _num_warps(self, x: torch.Tensor) -> int:
         return _shape_of_program(x.shape[1], x.dtype)[1]
 
+    def _options(self, x: torch.Tensor) -> dict[str, Any]:
+        """The compiler's."""
+        return {"num_warps": self._num_warps(x), "enable_fp_fusion": False}
+
     def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
         """Compile if need be and run on the current stream of the current device.
 
@@ -188,9 +192,7 @@ class RowQuantizer:
         """
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self.kernel[x.shape[0], 1, 1](
-            *(x, q, scale, *self._arguments(x)),
-            num_warps=self._num_warps(x),
-            enable_fp_fusion=False,
+            *(x, q, scale, *self._arguments(x)), **self._options(x)
         )
 
     def bind(self, x: torch.Tensor) -> Launch:

@@ -29,6 +29,8 @@ x float32, float16 or bfloat16 [M, K], K a multiple of 256; q int8 [M, K]; scale
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -515,13 +517,8 @@ class ConvrotRowQuantizer(RowQuantizer):
         _, _, _, halves, _ = self._arguments(x)
         return 96 if halves == 7 and x.dtype != torch.float32 else None
 
-    def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
-        self._compiled = self.kernel[x.shape[0], 1, 1](
-            *(x, q, scale, *self._arguments(x)),
-            num_warps=self._num_warps(x),
-            maxnreg=self._registers(x),
-            enable_fp_fusion=False,
-        )
+    def _options(self, x: torch.Tensor) -> dict[str, Any]:
+        return {**super()._options(x), "maxnreg": self._registers(x)}
 
 
 def _warps(k: int) -> int:

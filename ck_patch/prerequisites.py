@@ -1,10 +1,13 @@
-"""What `demo` and `bench` ask for before they run: torch, a GPU, a patched comfy_kitchen."""
+"""What `demo`, `bench` and `tune` ask for before they run: torch, a GPU, a patched comfy_kitchen,
+matplotlib for a plot."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import ck_patch
+from ck_patch import activation
 
 _SLOT = "cutlass_int8_dequant"
 
@@ -22,6 +25,17 @@ def has_gpu() -> bool:
     except (Exception, SystemExit) as error:
         reason = f"torch cannot be imported ({type(error).__name__}: {error})"
         raise Missing(reason) from None
+
+
+def need_matplotlib() -> None:
+    """Raises Missing where nothing can be drawn: before minutes of measuring."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except (Exception, SystemExit) as error:
+        raise Missing(
+            f"--plot needs matplotlib ({type(error).__name__}: {error}); "
+            f"install it with {activation.pip_install('matplotlib')}"
+        ) from None
 
 
 def patch() -> None:

@@ -54,11 +54,6 @@ class Table:
         self._lock = threading.Lock()  # Of the three above; never held while a file is written.
         self._saving = threading.Lock()
 
-    @property
-    def path(self) -> Path | None:
-        """The file, whether it is there or not."""
-        return self._path
-
     def get(self, key: str) -> Entry | None:
         """The entry of that key."""
         entries = self._entries

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from ck_patch import activation, files, prerequisites, settings
+from ck_patch import files, prerequisites, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.shapes import Sets, unique
 
@@ -25,13 +24,7 @@ def run(sets: Sets, quick: bool, *, json_path: Path | None, plot_path: Path | No
 
 def _run(sets: Sets, quick: bool, json_path: Path | None, plot_path: Path | None) -> int:
     if plot_path is not None:
-        try:
-            importlib.import_module("matplotlib.figure")
-        except (Exception, SystemExit) as error:
-            raise Missing(
-                f"--plot needs matplotlib ({type(error).__name__}: {error}); "
-                f"install it with {activation.pip_install('matplotlib')}"
-            ) from None
+        prerequisites.need_matplotlib()
     if not prerequisites.has_gpu():
         raise Missing("torch finds no NVIDIA GPU, and there is nothing to time without one")
     # A trial in the middle of a measurement would be measured along with it.

@@ -4,14 +4,13 @@ moves a table to another machine of the same kind."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ck_patch import activation, files, prerequisites, settings
+from ck_patch import files, prerequisites, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.route import GemmCall
 from ck_patch.shapes import Sets, unique
@@ -110,13 +109,7 @@ def _run(
     plot_path: Path | None,
 ) -> int:
     if plot_path is not None:
-        try:
-            importlib.import_module("matplotlib.figure")
-        except (Exception, SystemExit) as error:
-            raise Missing(
-                f"--plot needs matplotlib ({type(error).__name__}: {error}); "
-                f"install it with {activation.pip_install('matplotlib')}"
-            ) from None
+        prerequisites.need_matplotlib()
     table = _table()
     prerequisites.patch()
     stamp = prerequisites.stamped("tune")

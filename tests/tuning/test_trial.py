@@ -168,6 +168,19 @@ def _asked(trial: Trial, name: str) -> str:
     return name
 
 
+def test_a_choice_is_sound_once_all_that_are_left_have_three_samples() -> None:
+    trial = Trial((OURS, "stock"))
+    sound = []
+    for _ in range(6):
+        assert not trial.is_sound
+        name = trial.next()
+        assert name is not None
+        trial.add(name, 97.0 if name == OURS else 100.0)
+        sound.append(trial.is_sound)
+    assert sound == [False] * 5 + [True]
+    assert (trial.best, trial.winner) == (OURS, None)
+
+
 def test_what_fails_is_out_and_the_rest_goes_on() -> None:
     trial = Trial(NAMES)
     trial.void(_asked(trial, OURS), pause=False)

@@ -13,5 +13,7 @@ def module() -> Any:
 
 def linear_is_ours() -> bool:
     """Whether its `int8_linear` is ours, and has not been told to leave every call to stock."""
-    op = getattr(module().int8_linear, "ck_patch_op", None)
-    return op is not None and op.active
+    function = module().int8_linear
+    op = getattr(function, "ck_patch_op", None)
+    # What wraps ours may have its attributes.
+    return op is not None and op.function is function and op.active

@@ -277,7 +277,8 @@ def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
         calls.append(kwargs)
         return "eager"
 
-    int8_linear.ck_patch_op = SimpleNamespace(active=True)  # type: ignore[attr-defined]
+    op = SimpleNamespace(active=True, function=int8_linear)
+    int8_linear.ck_patch_op = op  # type: ignore[attr-defined]
     module = SimpleNamespace(int8_linear=int8_linear)
     monkeypatch.setitem(sys.modules, "comfy_kitchen.backends.eager", module)
     return calls
@@ -303,14 +304,29 @@ def test_where_stock_has_no_kernels_the_eager_backend_gets_each_call_by_name(
     assert host.stock == []
 
 
-@pytest.mark.parametrize("mark", [None, SimpleNamespace(active=False)])
+def _not_marked(module: Any) -> None:
+    del module.int8_linear.ck_patch_op
+
+
+def _deactivated(module: Any) -> None:
+    module.int8_linear.ck_patch_op.active = False
+
+
+def _wrapped(module: Any) -> None:
+    ours = module.int8_linear
+    module.int8_linear = functools.wraps(ours)(lambda **kwargs: ours(**kwargs))
+    assert module.int8_linear.ck_patch_op is ours.ck_patch_op
+
+
+@pytest.mark.parametrize("change", [_not_marked, _deactivated, _wrapped])
 def test_fp16_is_had_from_an_eager_backend_of_ours_and_else_stocks_kernels_run(
-    host: Any, breaker: Breaker, eager_calls: list[Form], mark: Any
+    host: Any, breaker: Breaker, eager_calls: list[Form], change: Callable[[Any], None]
 ) -> None:
     op = make_op(host, breaker, assume=((None, (9, 0)),), int8="fp16")
     assert op.function(**form()) == "eager"
     assert eager_host.linear_is_ours()
-    eager_host.module().int8_linear.ck_patch_op = mark
+    change(eager_host.module())
+    assert not eager_host.linear_is_ours()
     assert op.function(**form()) == "stock"
     assert (len(eager_calls), len(host.stock)) == (1, 1)
 

@@ -271,7 +271,8 @@ def _plan(slot: Slot, wanted: settings.Settings, host: guard.Host) -> _Plan | st
     return _Plan(factory, wanted, host.release, host.check_first)
 
 
-_PATCHER = Patcher()
+# Kept over a reload of this module: what is in place could not be taken out without the ledger.
+_PATCHER: Patcher = globals().get("_PATCHER") or Patcher()
 enable = _PATCHER.enable
 disable = _PATCHER.disable
 status = _PATCHER.status

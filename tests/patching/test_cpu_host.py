@@ -56,6 +56,34 @@ def known_slots() -> set[str]:
     return set(release.signatures)
 
 
+def test_a_reloaded_patcher_knows_what_is_patched_and_puts_it_back(
+    warm_interpreter: WarmInterpreter,
+) -> None:
+    result = warm_interpreter.run(
+        PRELUDE
+        + """
+import importlib
+from ck_patch import patcher
+before = everything()
+def states():
+    return [slot.state for slot in ck_patch.status().slots]
+ck_patch.enable()
+result = {"patched": states()}
+patcher = importlib.reload(patcher)
+result["reloaded"] = states()
+ck_patch.enable()
+result["again"] = states()
+importlib.reload(patcher).disable()
+result["disabled"] = states()
+result["changed"] = changed(before)
+"""
+    )
+    patched = result.pop("patched")
+    assert "patched" in patched
+    stock = ["stock"] * len(patched)
+    assert result == {"reloaded": patched, "again": patched, "disabled": stock, "changed": []}
+
+
 def test_every_slot_of_the_release_is_patched_at_every_binding_and_put_back(
     warm_interpreter: WarmInterpreter,
 ) -> None:

@@ -1,10 +1,11 @@
-"""The one line a device gets, once per process, when INT8 takes a path that is slow for it."""
+"""The one line a device gets, once per process, when INT8 takes a path that is slow for it, or that
+is not the one forced."""
 
 from __future__ import annotations
 
 import sys
 
-from ck_patch import log
+from ck_patch import log, settings
 from ck_patch.device import DeviceProfile
 from ck_patch.route import CUDA_BACKEND, Backend, DevicePath
 
@@ -22,8 +23,13 @@ def say(device: int, gpu: DeviceProfile, backend: Backend, path: DevicePath) -> 
 
     Nothing where that is the best path the device has and stock's as well, or where it only
     replaces a path that was not slow: those come without advice, and as `stock` or with our GEMM.
+    But a candidate that CK_PATCH_FORCE names has no part in a path without our GEMM, and its user
+    is told so.
     """
-    if not path.advice and (path.ours or path.path == "stock"):
+    forced = None if path.ours else settings.load().force
+    if forced == path.path == "stock":
+        forced = None
+    if not (path.advice or forced) and (path.ours or path.path == "stock"):
         return
     where = f"cuda:{device}" if device >= 0 else "cpu"
     line = (
@@ -35,6 +41,8 @@ def say(device: int, gpu: DeviceProfile, backend: Backend, path: DevicePath) -> 
     obstacle = cuda_backend_obstacle() if path.advice == CUDA_BACKEND else None
     if obstacle:
         line += f" ({obstacle})"
+    if forced:
+        line += f"; {settings.FORCE.name}={forced} has no effect"
     log.once(f"slow path {device} {backend}", line)
 
 

@@ -143,6 +143,67 @@ def test_stock_by_setting_is_no_news_and_fp16_by_setting_is(
 
 
 @pytest.mark.parametrize(
+    ("capability", "backend", "int8", "why"),
+    [
+        (
+            (7, 5),
+            "cuda",
+            "auto",
+            "stay on stock's path: Triton has no int8 tensor-core kernels for sm_75",
+        ),
+        (
+            (10, 3),
+            "cuda",
+            "auto",
+            "stay on stock's path: INT8 is slow on sm_103 whatever the kernel; faster: "
+            "CK_PATCH_INT8=fp16, which dequantizes to BF16",
+        ),
+        (
+            (10, 3),
+            "eager",
+            "auto",
+            "run in BF16: INT8 is slow on sm_103 whatever the kernel, and BF16 is fast there",
+        ),
+        ((6, 1), "eager", "auto", "stay on stock's path: cuBLAS runs INT8 by dp4a on sm_61"),
+        ((9, 0), "cuda", "stock", "stay on stock's path: CK_PATCH_INT8=stock"),
+        ((9, 0), "cuda", "fp16", "run in FP16: CK_PATCH_INT8=fp16"),
+    ],
+)
+def test_a_forced_candidate_that_has_no_part_in_the_path_is_said_in_the_same_line(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    backend: Backend,
+    int8: str,
+    why: str,
+) -> None:
+    monkeypatch.setenv("CK_PATCH_FORCE", "cfg7")
+    for _ in range(2):
+        say(capability, backend, int8=int8)
+    (line,) = caplog.messages
+    assert line.endswith(f"backend {why}; CK_PATCH_FORCE=cfg7 has no effect")
+
+
+def test_stock_forced_is_what_a_device_on_stock_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CK_PATCH_FORCE", "stock")
+    say((7, 5), "cuda")
+    assert caplog.messages == []
+    say((10, 3), "eager")
+    assert caplog.messages[0].endswith("CK_PATCH_FORCE=stock has no effect")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forced_candidate_on_a_device_with_our_gemm_is_not_of_this_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, backend: Backend
+) -> None:
+    monkeypatch.setenv("CK_PATCH_FORCE", "cfg7")
+    say((8, 6), backend)
+    assert "CK_PATCH_FORCE" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("cuda", "known"),
     [("11.8", True), ("12.8", True), ("13.0", False), ("14.1", False), (None, False), ("", False)],
 )

@@ -23,7 +23,7 @@ from ck_patch.context import OpContext
 from ck_patch.device import KNOWN, DeviceProfile
 from ck_patch.kernels import registry
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops import capture_mode, first_use, gemm, references
+from ck_patch.ops import capture_mode, exploring, first_use, gemm, gemm_planner, references
 from ck_patch.releases import RELEASES
 from ck_patch.route import GemmCall
 from ck_patch.settings import Settings
@@ -132,13 +132,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     families = dict.fromkeys(registry.GEMMS, lambda: FakeGemm)
     monkeypatch.setattr(registry, "GEMMS", families)
-    monkeypatch.setattr(gemm, "cutlass_config", config)
-    monkeypatch.setattr(gemm, "profile", lambda device, assumed: state.profile)
+    monkeypatch.setattr(gemm_planner, "cutlass_config", config)
+    monkeypatch.setattr(gemm_planner, "profile", lambda device, assumed: state.profile)
     monkeypatch.setattr(FakeTimer, "gpu", state, raising=False)
-    monkeypatch.setattr(gemm, "EventTimer", FakeTimer)
+    monkeypatch.setattr(exploring, "EventTimer", FakeTimer)
     monkeypatch.setattr(capture_mode, "relaxed", lambda: contextlib.nullcontext(state.relaxed))
     # torch.cuda.stream(None) changes nothing.
-    monkeypatch.setattr(gemm, "stream_of", lambda pointer, device: None)
+    monkeypatch.setattr(exploring, "stream_of", lambda pointer, device: None)
     monkeypatch.setattr(first_use, "stream_of", lambda pointer, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -525,7 +525,7 @@ def test_a_choice_that_this_version_does_not_have_is_measured_anew(
 def test_candidates_that_stock_has_no_entry_for_are_not_offered(
     process: Callable[..., Process], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm, "cutlass_config", lambda number: None)
+    monkeypatch.setattr(gemm_planner, "cutlass_config", lambda number: None)
     gpu.profile = RTX_4090
     one = process()
     for _ in range(60):

@@ -124,7 +124,7 @@ def test_kernels_that_cannot_be_imported_leave_the_call_to_stock(
     assert "ck_patch.kernels.registry" in breaker.snapshot()[0].reason
 
 
-@pytest.mark.parametrize("what", ["ops.gemm.profile", "candidates.chosen"])
+@pytest.mark.parametrize("what", ["ops.gemm_planner.profile", "candidates.chosen"])
 def test_a_device_that_cannot_be_asked_leaves_the_call_to_stock(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -144,12 +144,12 @@ def test_a_device_that_cannot_be_asked_leaves_the_call_to_stock(
 def test_gpus_that_cannot_be_asked_leave_the_call_to_stock(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ck_patch.ops import gemm
+    from ck_patch.ops import gemm_planner
 
     def broken(index: int) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old")
 
-    monkeypatch.setattr(gemm, "profile", broken)
+    monkeypatch.setattr(gemm_planner, "profile", broken)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     stock, call = RecordingStock(), make_call()

@@ -18,7 +18,8 @@ from ck_patch.breaker import Breaker
 from ck_patch.candidates import Candidate
 from ck_patch.kernels.int8_gemm import PointerGemm
 from ck_patch.kernels.launch import Operands
-from ck_patch.ops import first_use, gemm
+from ck_patch.ops import first_use
+from ck_patch.ops.gemm_plan import Kernel
 from ck_patch.tiles import INTERPRETER
 from tests.ops.slot import RecordingStock, make_call
 
@@ -61,8 +62,8 @@ def operands(m: int = 300) -> Operands:
     return Operands(call.a, call.b, call.xs, call.ws, None, call.d)
 
 
-def new_kernel() -> gemm._Kernel:
-    return gemm._Kernel(Candidate(INTERPRETER), PointerGemm(INTERPRETER))
+def new_kernel() -> Kernel:
+    return Kernel(Candidate(INTERPRETER), PointerGemm(INTERPRETER))
 
 
 def test_a_kernel_that_equals_stock_is_proven(make_op: MakeOp, gpu: Gpu, breaker: Breaker) -> None:

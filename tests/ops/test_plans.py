@@ -51,7 +51,7 @@ def test_more_shapes_than_the_limit_are_not_remembered(
         assert op.function(*call.arguments()) is True
         assert call.is_exact()
         assert len(op._gemm._plans) <= 4
-    assert len(op._gemm._kernels) <= 2
+    assert len(op._gemm._planner._kernels) <= 2
 
 
 def test_the_same_shape_with_another_dtype_or_bias_is_another_plan(make_op: MakeOp) -> None:

@@ -79,7 +79,7 @@ def test_a_capture_before_first_use_records_stock_and_later_ones_record_us() -> 
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(d, expected)
-        return sum(kernel.proven for kernel in replacement._gemm._kernels.values())
+        return sum(kernel.proven for kernel in replacement._gemm._planner._kernels.values())
 
     assert captured() == 0
     assert call.into(replacement.function, d)
@@ -184,7 +184,7 @@ def test_four_threads_may_meet_one_new_shape_at_once() -> None:
         thread.join()
     assert wrong == []
     assert breaker.snapshot() == ()
-    assert sum(kernel.proven for kernel in replacement._gemm._kernels.values()) == 1
+    assert sum(kernel.proven for kernel in replacement._gemm._planner._kernels.values()) == 1
 
 
 class _Wrong(Gemm):
@@ -284,7 +284,7 @@ def test_out_of_memory_in_our_path_goes_to_stock_and_closes_nothing(
     assert breaker.snapshot() == ()
     monkeypatch.setattr(Int8Gemm, "_compare", real)
     assert torch.equal(call.run(replacement.function)[1], expected)
-    assert sum(kernel.proven for kernel in replacement._gemm._kernels.values()) == 1
+    assert sum(kernel.proven for kernel in replacement._gemm._planner._kernels.values()) == 1
 
 
 SCRIPT_STICKY = """

@@ -228,7 +228,7 @@ def test_a_trial_asks_the_gpu_for_no_more_waiting_than_stock(tmp_path: Path) -> 
         )
 
     trial = _trial_of(one, call, d)
-    while not all(kernel.proven for kernel in one.op._gemm._kernels.values()):
+    while not all(kernel.proven for kernel in one.op._gemm._planner._kernels.values()):
         call.into(one.op.function, d)  # Each first use is compared, which waits.
     assert trial.winner is None
     assert waits(one.op.function) == waits(stock())

@@ -46,20 +46,33 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         module.rotated.append(group)
         return quantize(x)
 
+    def width(act: str) -> int:
+        return 2 if act == "swiglu" else 1
+
     def int8_linear(
-        x: Any, weight: Any, weight_scale: Any, bias: Any = None, out_dtype: Any = None, **more: Any
+        x: Any,
+        weight: Any,
+        weight_scale: Any,
+        bias: Any = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+        **more: Any,
     ) -> str:
-        named = {"x": x, "weight": weight, "weight_scale": weight_scale}
+        named = {"x": x, "weight": weight, "weight_scale": weight_scale, "residual": residual}
         module.stock.append({**named, "bias": bias, "out_dtype": out_dtype, **more})
         return "stock"
 
     int8_linear.__module__ = HOST
     module.int8_linear = int8_linear
-    module._C = SimpleNamespace(cutlass_int8_dequant=lambda *_: True)
+    module._C = SimpleNamespace(
+        cutlass_int8_dequant=lambda *_: True, cutlass_int8_dequant_residual=lambda *_: True
+    )
     module._DISABLE_CUTLASS_INT8 = False
     module._CONVROT_FUSED_MAX_K = 512
     module._convrot_fused_shared_memory_fits = lambda x, k, group: True
     module._empty_cuda_tensor = lambda device, dtype: torch.empty(0, dtype=dtype)
+    module._input_act_width = width
+    module._gemm_vector_arg = lambda vector, device, dtype: vector.to(dtype)
     module.quantize_int8_rowwise = quantize
     module.quantize_int8_rowwise_convrot64 = rotate
     monkeypatch.setitem(sys.modules, HOST, module)
@@ -74,10 +87,15 @@ def make_op(host: Any, breaker: Breaker, **settings: Any) -> Any:
 
     context = OpContext(Settings(**settings), breaker, RELEASES[-1], check_first=False)
     op = build(host.int8_linear, context)
-    op._device_type = "cpu"
-    op._current_device = lambda: -1
-    op._current_stream = lambda device: 7
+    on_cpu(op)
     return op
+
+
+def on_cpu(op: Any) -> None:
+    """Have the op take CPU tensors for those of the current device."""
+    op._linear._device_type = "cpu"
+    op._linear._current_device = lambda: -1
+    op._linear._current_stream = lambda device: 7
 
 
 @pytest.fixture
@@ -154,8 +172,8 @@ class Ours:
         self.function = function
         setattr(host, self.name, function)
         self.op = op
-        op._gemm.direct = self.direct
-        op._gemm.failed = lambda error, plan: self.seen.append(f"GEMM failed: {error}")
+        op._linear.gemm.direct = self.direct
+        op._linear.gemm.failed = lambda error, plan: self.seen.append(f"GEMM failed: {error}")
 
     def launch(self, device: int, dtype: torch.dtype, m: int, k: int) -> Any:
         assert device == -1

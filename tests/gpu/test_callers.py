@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,30 @@ def _gelu() -> Callable[[], torch.Tensor]:
     return lambda: comfy_kitchen.int8_linear(x, weight, scale, bias, BF16, input_act="gelu_tanh")
 
 
+def _residual() -> Callable[[], torch.Tensor]:
+    import comfy_kitchen
+
+    if "residual" not in inspect.signature(comfy_kitchen.int8_linear).parameters:
+        pytest.skip("this release has no residual")
+    weight = torch.randint(-128, 128, (N, K), dtype=torch.int8, device="cuda")
+    x, scale, bias = torch.randn(M, 2 * K, device="cuda", dtype=BF16), _scale(N), _bias()
+    residual, residual_scale = torch.randn(M, N, device="cuda", dtype=BF16), _bias()
+    more = {"residual": residual, "residual_scale": residual_scale}
+    return lambda: comfy_kitchen.int8_linear(
+        x, weight, scale, bias, BF16, convrot=True, input_act="swiglu", **more
+    )
+
+
+def _two_steps() -> Callable[[], torch.Tensor]:
+    import comfy_kitchen
+
+    weight = torch.randint(-128, 128, (N, K), dtype=torch.int8, device="cuda")
+    x, scale, bias = _x(), _scale(N), _bias()
+    return lambda: comfy_kitchen.int8_linear(
+        x, weight, scale, bias, BF16, convrot=True, convrot_groupsize=64
+    )
+
+
 def _int4_through_int8() -> Callable[[], torch.Tensor]:
     """With the weight unpacked beforehand; packed ones have an entry of their own."""
     from comfy_kitchen.backends import cuda
@@ -74,6 +99,8 @@ def _w4a8() -> Callable[[], torch.Tensor]:
 CALLERS: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
     "int8_linear": _int8,
     "int8_linear with an activation": _gelu,
+    "int8_linear with an activation and a residual": _residual,
+    "int8_linear rotated in two steps": _two_steps,
     "int4_linear through INT8": _int4_through_int8,
     "w4a8_int8_linear": _w4a8,
 }

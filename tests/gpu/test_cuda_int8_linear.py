@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import ck_patch
-from ck_patch import patcher
+from ck_patch import log, patcher
 from tests.gpu.conftest import Record
+from tests.gpu.test_memory import peak
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-N, K = 1536, 2048
+M, N, K = 300, 1536, 2048
+DTYPES = (torch.float32, torch.float16, BF16)
+ACTS = ("gelu_tanh", "swiglu", "situ", "rms_norm")
 Form = dict[str, Any]
+
+# One or two rows, for which stock has kernels of its own, and operands that are not as usual.
+STOCKS = {
+    *("0 rows", "1 rows", "2 rows", "1-D"),
+    *("bias in float32", "scale in bfloat16", "weight transposed", "needs a gradient"),
+    *("residual of one row", "residual without a scale", "an activation that there is not"),
+}
 
 
 def _randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -55,15 +66,99 @@ def _forms() -> dict[str, Form]:
         "rotated": {**base, "x": x, "convrot": True},
         "one infinite and one tiny row": {**base, "x": x.clone().index_fill_(1, _at(5), 1e30)},
     }
-    for in_dtype in (torch.float32, torch.float16, BF16):
-        for out_dtype in (torch.float32, torch.float16, BF16):
+    for in_dtype in DTYPES:
+        for out_dtype in DTYPES:
             forms[f"{in_dtype} to {out_dtype}"] = {
                 **base,
                 "x": _randn(300, K, dtype=in_dtype),
                 "out_dtype": out_dtype,
                 "bias": bias.to(out_dtype),
             }
-    forms["with swiglu"] = {**base, "x": _randn(300, 2 * K), "input_act": "swiglu"}
+    return {**forms, **_residuals({**base, "x": x}), **_activations(base), **_rotations(base)}
+
+
+def _residuals(base: Form) -> dict[str, Form]:
+    """A residual in every form, for x [M, K]."""
+    values, scale, x = _randn(M, N) * 30, _randn(N), base["x"]
+    added: Form = {**base, "residual": values, "residual_scale": scale}
+    flat = torch.empty(M * N + 1, dtype=BF16, device="cuda")[1:].copy_(values.view(-1))
+    cube, cube_3d = values.view(3, 100, N), x.view(3, 100, K)
+    forms: dict[str, Form] = {
+        "residual without a bias": {**added, "bias": None},
+        "residual, rotated": {**added, "convrot": True},
+        "residual, rotated in two steps": {**added, "convrot": True, "convrot_groupsize": 64},
+        "residual 3-D": {**added, "x": cube_3d, "residual": cube},
+        "residual 4-D": {**added, "x": cube_3d[None], "residual": cube[None]},
+        "residual 2-D beside 3-D": {**added, "x": cube_3d},
+        "residual 1-D": {**added, "residual": values.view(-1)},
+        "residual transposed": {**added, "residual": values.t().contiguous().t()},
+        "residual of a wider tensor": {**added, "residual": _randn(M, N + 64)[:, 3 : N + 3]},
+        "residual of one row, expanded": {**added, "residual": values[:1].expand(M, N)},
+        "residual that starts unaligned": {**added, "residual": flat.view(M, N)},
+        "residual that starts unaligned, 3-D": {**added, "x": cube_3d, "residual": flat},
+        "residual in float32": {**added, "residual": values.float()},
+        "residual in float32, 3-D": {**added, "x": cube_3d, "residual": cube.float()},
+        "residual scale in float32": {**added, "residual_scale": scale.float()},
+        "residual scale as a float32 scalar": {**added, "residual_scale": scale.float()[0]},
+        "residual scale as a row": {**added, "residual_scale": scale[None]},
+        "residual scale that starts unaligned": {**added, "residual_scale": _randn(N + 1)[1:]},
+        "residual scale as a parameter": {**added, "residual_scale": torch.nn.Parameter(scale)},
+        "residual of one row": {**added, "residual": values[:1]},
+        "residual without a scale": {**base, "residual": values},
+        "residual of 16 rows": {**added, "x": x[:16], "residual": values[:16]},
+    }
+    for dtype in DTYPES:
+        forms[f"residual to {dtype}"] = {
+            **added,
+            "residual": values.to(dtype),
+            "residual_scale": scale.to(dtype),
+            "out_dtype": dtype,
+            "bias": base["bias"].to(dtype),
+        }
+    return forms
+
+
+def _activations(base: Form) -> dict[str, Form]:
+    """Every activation, folded into the quantizer and before it."""
+    added = {"residual": _randn(M, N), "residual_scale": _randn(N)}
+    ways: dict[str, Form] = {
+        "": {},
+        ", rotated": {"convrot": True},
+        ", rotated in two steps": {"convrot": True, "convrot_groupsize": 64},
+        ", with a residual": added,
+        ", rotated, with a residual": {**added, "convrot": True},
+    }
+    forms: dict[str, Form] = {
+        "an activation that there is not": {**base, "x": _randn(M, K), "input_act": "foo"}
+    }
+    for act in ACTS:
+        gated = act in ("swiglu", "situ")
+        given: Form = {**base, "x": _randn(M, K * (1 + gated)), "input_act": act}
+        if act == "rms_norm":
+            given |= {"input_act_weight": _randn(K), "input_act_eps": 1e-3}
+        forms |= {f"{act}{name}": {**given, **way} for name, way in ways.items()}
+    columns = _randn(3, 100, 2 * K + 64)[..., 5 : 5 + 2 * K]
+    forms["swiglu 3-D of a wider tensor"] = {**base, "x": columns, "input_act": "swiglu"}
+    norm = {**forms["rms_norm, rotated"], "input_act_weight": torch.rand(K, device="cuda")}
+    return {**forms, "rms_norm by a float32 weight, rotated": norm}
+
+
+def _rotations(base: Form) -> dict[str, Form]:
+    """Groups that stock rotates in a step of its own, and rows that are too wide for one."""
+    forms: dict[str, Form] = {}
+    for group in (64, 16):
+        for dtype in DTYPES:
+            rotated = {"convrot": True, "convrot_groupsize": group}
+            forms[f"group {group}, {dtype}"] = {**base, "x": _randn(M, K, dtype=dtype), **rotated}
+    for k in (16_384, 16_640, 24_576):
+        weight = torch.randint(-127, 128, (N, k), dtype=torch.int8, device="cuda")
+        wide: Form = {**base, "weight": weight, "convrot": True}
+        forms[f"K of {k}, rotated"] = {**wide, "x": _randn(M, k)}
+        forms[f"K of {k}, swiglu, rotated"] = {
+            **wide,
+            "x": _randn(M, 2 * k),
+            "input_act": "swiglu",
+        }
     return forms
 
 
@@ -79,33 +174,144 @@ def _outcome(call: Callable[..., torch.Tensor], form: Form) -> Any:
         return type(error)
 
 
+def _by_stock(forms: dict[str, Form]) -> dict[str, Any]:
+    from comfy_kitchen.backends import cuda
+
+    ck_patch.disable()
+    try:
+        return {name: _outcome(cuda.int8_linear, form) for name, form in forms.items()}
+    finally:
+        ck_patch.enable()
+
+
+def _assert_same(name: str, ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, type):
+        assert ours is theirs, name
+        return
+    assert not isinstance(ours, type), (name, ours)
+    assert ours.shape == theirs.shape, name
+    assert ours.dtype == theirs.dtype, name
+    assert ours.is_contiguous() == theirs.is_contiguous(), name
+    assert ours.requires_grad == theirs.requires_grad, name
+    assert torch.equal(ours, theirs), name
+
+
+def _plans() -> dict[Any, Any]:
+    """What the op has decided, by shape and dtypes."""
+    replacement: Any = patcher._PATCHER._patches["cuda_int8_linear"].replacement
+    plans: dict[Any, Any] = replacement._linear.gemm._plans
+    return plans
+
+
 def test_every_form_of_call_equals_stock(record: Record) -> None:
     from comfy_kitchen.backends import cuda
 
     forms = _forms()
-    ck_patch.disable()
-    try:
-        expected = {name: _outcome(cuda.int8_linear, form) for name, form in forms.items()}
-    finally:
-        ck_patch.enable()
+    expected = _by_stock(forms)
     assert hasattr(cuda.int8_linear, "__wrapped__")
     for _ in range(2):  # First use, then launches of the compiled kernels.
         for name, form in forms.items():
             torch.full((1000, N), torch.nan, dtype=BF16, device="cuda")  # Poisons the next output.
-            ours, theirs = _outcome(cuda.int8_linear, form), expected[name]
-            if isinstance(theirs, type):
-                assert ours is theirs, name
-                continue
-            assert not isinstance(ours, type), (name, ours)
-            assert ours.shape == theirs.shape, name
-            assert ours.dtype == theirs.dtype, name
-            assert ours.is_contiguous() == theirs.is_contiguous(), name
-            assert ours.requires_grad == theirs.requires_grad, name
-            assert torch.equal(ours, theirs), name
-    gemm = patcher._PATCHER._patches["cuda_int8_linear"].replacement._gemm  # type: ignore[attr-defined]
-    launched = sum(plan is not None and bool(plan.launches) for plan in gemm._plans.values())
+            _assert_same(name, _outcome(cuda.int8_linear, form), expected[name])
+    launched = sum(plan is not None and bool(plan.launches) for plan in _plans().values())
     assert launched >= 10
     record.add("equal_int8_linear", forms=len(forms), shapes_by_our_kernels=launched)
+
+
+@pytest.fixture
+def ours_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is tried, and our kernels take all that they can."""
+    monkeypatch.setenv("CK_PATCH_INT8", "triton")
+    monkeypatch.setenv("CK_PATCH_TUNE", "off")
+    ck_patch.disable()
+    ck_patch.enable()
+    yield
+    ck_patch.disable()
+    monkeypatch.undo()
+    ck_patch.enable()
+
+
+@pytest.mark.usefixtures("ours_alone")
+def test_all_but_a_few_forms_are_computed_by_our_kernels(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comfy_kitchen.backends import cuda
+
+    from ck_patch.ops.quantized_linear import QuantizedLinear
+
+    known = inspect.signature(cuda.int8_linear).parameters.keys()
+    forms = {name: form for name, form in _forms().items() if form.keys() <= known}
+    expected = _by_stock(forms)
+    lines: list[str] = []
+    direct: list[bool] = []
+    launch = QuantizedLinear._by_addresses
+
+    def noted(*args: Any) -> torch.Tensor | None:
+        out = launch(*args)
+        direct.append(out is not None)
+        return out
+
+    monkeypatch.setattr(QuantizedLinear, "_by_addresses", noted)
+    monkeypatch.setattr(log, "paths_wanted", lambda: True)
+    monkeypatch.setattr(log, "path", lines.append)
+    by_stock: set[str] = set()
+    by_addresses: set[str] = set()
+    for _ in range(3):  # First use, a launch that is bound, and that launch by addresses.
+        by_addresses.clear()
+        for name, form in forms.items():
+            torch.full((1000, N), torch.nan, dtype=BF16, device="cuda")  # Poisons the next output.
+            lines.clear()
+            direct.clear()
+            _assert_same(name, _outcome(cuda.int8_linear, form), expected[name])
+            if any("a form of call that ours does not take" in line for line in lines):
+                by_stock.add(name)
+            if direct == [True]:
+                by_addresses.add(name)
+    refused = {name for name, theirs in expected.items() if isinstance(theirs, type)}
+    assert by_stock == (STOCKS & forms.keys()) | refused
+    plans = _plans()
+    assert all(plan is not None and plan.launches for plan in plans.values()), plans
+    assert any(key[-1] for key in plans) == ("residual" in known)
+    assert by_addresses >= {name for name, form in forms.items() if _is_common(form)} - by_stock
+    record.add(
+        "int8_linear_by_our_kernels",
+        forms=len(forms),
+        by_addresses=len(by_addresses),
+        by_stock=sorted(by_stock),
+    )
+
+
+def _is_common(form: Form) -> bool:
+    """Whether the rows are quantized by one kernel, without an activation in it."""
+    if not form.get("convrot"):
+        return True
+    in_one = form.get("convrot_groupsize", 256) == 256 and form["weight"].shape[1] <= 16_384
+    return in_one and form.get("input_act") is None
+
+
+@pytest.mark.usefixtures("ours_alone")
+def test_no_form_needs_more_memory_than_with_stock(record: Record) -> None:
+    from comfy_kitchen.backends import cuda
+
+    forms = _forms()
+    expected = _by_stock(forms)
+    forms = {name: form for name, form in forms.items() if not isinstance(expected[name], type)}
+    expected.clear()
+
+    def peaks() -> dict[str, int]:
+        found = {}
+        for name, form in forms.items():
+            for _ in range(3):
+                _outcome(cuda.int8_linear, form)
+            found[name] = peak(lambda: _outcome(cuda.int8_linear, form))  # noqa: B023
+        return found
+
+    ours = peaks()
+    ck_patch.disable()
+    theirs = peaks()
+    more = {name: ours[name] - theirs[name] for name in forms if ours[name] > theirs[name]}
+    record.add("int8_linear_peak", forms=len(forms), more=more)
+    assert more == {}
 
 
 def test_through_the_registry_torch_ops_and_a_cuda_graph() -> None:
@@ -143,6 +349,7 @@ def test_what_the_host_does_not_know_is_answered_by_the_host() -> None:
         {"x": x.cpu(), "weight": weight, "weight_scale": scale},
         {"x": x, "weight": weight.cpu(), "weight_scale": scale},
         {"x": 7, "weight": weight, "weight_scale": scale},
+        {"x": x, "weight": weight, "weight_scale": scale, "convrot": True, "convrot_groupsize": 32},
     ]
     stock = cuda.int8_linear.__wrapped__
     for form in wrong:

@@ -56,7 +56,7 @@ class CutlassInt8Dequant:
             or watched()
         ):
             return stock(*args, **kwargs)
-        *capsules, code, stream = args
+        capsules, code, stream = args[:-2], args[-2], args[-1]
         opened, complete = open_capsules(capsules)
         if complete and self._gemm.run(self._in_order(opened), code, stream):
             return True

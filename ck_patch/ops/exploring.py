@@ -33,32 +33,34 @@ class Explorer:
         self._tuner = tuner
         self._timers: dict[int, EventTimer] = {}
 
-    def run(self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int) -> bool:
+    def run(
+        self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], stream: int
+    ) -> bool:
         """Have the candidate whose turn it is compute the call, and time it if that can be done
         without waiting; under capture, by the best one known that has been proven."""
         trial = cast(Trial, plan.trial)
         on = stream_of(stream, plan.device)
         with torch.cuda.stream(on), capture_mode.relaxed() as relaxed:
             if not relaxed:
-                return self._launch(plan, plan.kernel, tensors, pointers, stream)
+                return self._launch(plan, plan.kernel, tensors, addresses, stream)
             # Under capture too: the pass before it may have been the only one.
             self._timer(plan.device).collect()
             name = None if torch.cuda.is_current_stream_capturing() else trial.next()
-            done = name is not None and self._sample(plan, name, tensors, pointers, on, stream)
-            return done or self._best(plan, tensors, pointers, stream)
+            done = name is not None and self._sample(plan, name, tensors, addresses, on, stream)
+            return done or self._best(plan, tensors, addresses, stream)
 
     def _sample(
         self,
         plan: Plan,
         name: str,
         tensors: Sequence[Any],
-        pointers: Sequence[int],
+        addresses: Sequence[int],
         on: torch.cuda.Stream,
         stream: int,
     ) -> bool:
         """Compute the call by one candidate, timed if it is proven; False if that did not work."""
         trial, kernel = cast(Trial, plan.trial), plan.kernels[name]
-        work = partial(self._launch, plan, kernel, tensors, pointers, stream)
+        work = partial(self._launch, plan, kernel, tensors, addresses, stream)
         try:
             if self._excluded(plan, kernel):
                 done = False
@@ -77,7 +79,7 @@ class Explorer:
         return done
 
     def _best(
-        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+        self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], stream: int
     ) -> bool:
         """Compute the call by the best candidate known, of those that have been proven."""
         best = cast(Trial, plan.trial).best
@@ -85,7 +87,7 @@ class Explorer:
             kernel = plan.kernels.get(name)
             if kernel is not None and kernel.proven:
                 plan.kernel = kernel
-                return self._launch(plan, kernel, tensors, pointers, stream)
+                return self._launch(plan, kernel, tensors, addresses, stream)
         return False
 
     def _excluded(self, plan: Plan, kernel: Kernel) -> bool:

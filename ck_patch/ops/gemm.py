@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -14,8 +15,8 @@ from ck_patch.kernels.replay import Replay
 from ck_patch.ops.exploring import Explorer
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import FirstUse
-from ck_patch.ops.gemm_contract import call_key, misaligned, operands, well_formed
-from ck_patch.ops.gemm_plan import Kernel, Plan, PlanKey
+from ck_patch.ops.gemm_contract import PlanKey, misaligned, operands, plan_key
+from ck_patch.ops.gemm_plan import Kernel, Plan
 from ck_patch.ops.gemm_planner import Planner
 from ck_patch.ops.references import Reference, StockGemm
 from ck_patch.route import Backend
@@ -28,7 +29,6 @@ __all__ = ["Int8Gemm", "Plan"]
 _CHECKED_ROWS = 128
 # A process that meets more shapes than this plans them anew; each plan is a few hundred bytes.
 _MAX_PLANS = 4096
-_MISSING = object()
 
 
 class Int8Gemm:
@@ -52,8 +52,7 @@ class Int8Gemm:
         self._reference = reference
         self._check_all = context.check_first
         # None is a decision too: the call goes to stock.
-        self._plans: dict[tuple[object, ...], Plan | None] = {}
-        self._by_tensors: dict[tuple[object, ...], Plan | None] = {}
+        self._plans: dict[PlanKey, Plan | None] = {}
         self._first_use = FirstUse()
         # What is chosen among ours alone must not be kept for those who have not asked for that.
         tuner = context.tuner if context.settings.int8 == "auto" else Tuner()
@@ -68,17 +67,15 @@ class Int8Gemm:
         `tensors` and `code` may be anything. Raises nothing but what stock could not help: an error
         after which the CUDA context is dead.
         """
+        if not type(code) is type(stream) is int:
+            return False
         try:
-            key = call_key(tensors, code, stream)
+            key = plan_key(tensors, code)
         except Exception:
             # A tensor that does not answer, a sparse one for instance: stock will say.
             return False
-        if key is None:
-            return False
-        plan = self._by_tensors.get(key, _MISSING)
-        if plan is _MISSING:
-            plan = self._plan_tensors(key, tensors, code)
-        return plan is not None and self.launch(cast(Plan, plan), tensors, stream)
+        plan = None if key is None else self._plan(key)
+        return plan is not None and self.launch(plan, tensors, stream)
 
     def plan(
         self,
@@ -91,19 +88,22 @@ class Int8Gemm:
         residual: bool = False,
     ) -> Plan | None:
         """How our kernels do this GEMM, or None if it is stock's. Raises as `run` does."""
-        key = (device, m, n, k, out_dtype, bias_dtype, residual)
-        plan = self._plans.get(key, _MISSING)
-        if plan is not _MISSING:
-            return cast("Plan | None", plan)
+        return self._plan((device, m, n, k, out_dtype, bias_dtype, residual))
+
+    def _plan(self, key: PlanKey) -> Plan | None:
+        try:
+            return self._plans[key]
+        except KeyError:
+            pass
         try:
             if not self._reviewed:
                 self._review()
             if len(self._plans) >= _MAX_PLANS:
-                self._forget()
-            found = self._plans[key] = self._planner.decide(PlanKey(*key))
+                self._plans.clear()
+            found = self._plans[key] = self._planner.decide(key)
             return found
         except Exception as error:
-            self._failed(error, device)
+            self._failed(error, key[0])
             return None
 
     def ready(self, plan: Plan) -> bool:
@@ -133,44 +133,39 @@ class Int8Gemm:
         """Write `d` and return True, or leave a call that is well formed to stock. Raises as `run`
         does."""
         try:
-            return self._run(plan, tensors, stream)
-        except Exception as error:
-            self._failed(error, plan.device)
-            return False
-
-    def _run(self, plan: Plan, tensors: Sequence[Any], stream: int) -> bool:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if misaligned(pointers):
-            if log.paths_wanted():
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if misaligned(addresses):
                 log.path(
                     f"{self._operation}, a tensor that does not start on a multiple of 16 bytes: "
                     "stock (vector loads and the copy engine need that)"
                 )
+                return False
+            here = not plan.guarded or torch.cuda.current_device() == plan.device
+            if plan.trial is None or plan.trial.rests():
+                launch = plan.launches.get(plan.kernel)
+                if launch is not None and here:
+                    launch(addresses, stream)
+                    return True
+                run = self._compute
+            else:
+                run = self._explore
+            with contextlib.nullcontext() if here else torch.cuda.device(plan.device):
+                return run(plan, tensors, addresses, stream)
+        except Exception as error:
+            self._failed(error, plan.device)
             return False
-        if plan.trial is None or plan.trial.rests():
-            launch = plan.launches.get(plan.kernel)
-            if launch is not None and not plan.guarded:
-                launch(pointers, stream)
-                return True
-            run = self._plain
-        else:
-            run = self._explore
-        if plan.guarded and torch.cuda.current_device() != plan.device:
-            with torch.cuda.device(plan.device):
-                return run(plan, tensors, pointers, stream)
-        return run(plan, tensors, pointers, stream)
 
-    def _plain(
-        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+    def _compute(
+        self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], stream: int
     ) -> bool:
-        return self._launch(plan, plan.kernel, tensors, pointers, stream)
+        return self._launch(plan, plan.kernel, tensors, addresses, stream)
 
     def _explore(
-        self, plan: Plan, tensors: Sequence[Any], pointers: Sequence[int], stream: int
+        self, plan: Plan, tensors: Sequence[Any], addresses: Sequence[int], stream: int
     ) -> bool:
-        done = self._explorer.run(plan, tensors, pointers, stream)
+        done = self._explorer.run(plan, tensors, addresses, stream)
         if plan.trial is not None and plan.trial.winner is not None:
-            self._forget()
+            self._plans.clear()
         return done
 
     def _launch(
@@ -178,7 +173,7 @@ class Int8Gemm:
         plan: Plan,
         kernel: Kernel,
         tensors: Sequence[Any],
-        pointers: Sequence[int],
+        addresses: Sequence[int],
         stream: int,
     ) -> bool:
         """Compute a call of the plan by one of its kernels, which is proven first if it is new."""
@@ -189,7 +184,7 @@ class Int8Gemm:
         launch = plan.launches.get(kernel)
         if launch is None:
             launch = plan.launches[kernel] = kernel.gemm.bind(operands(tensors))
-        launch(pointers, stream)
+        launch(addresses, stream)
         return True
 
     def _prove(self, kernel: Kernel, device: int, operands: Operands, stream: int) -> bool:
@@ -207,7 +202,7 @@ class Int8Gemm:
         ran, found = self._first_use.prove(device, stream, run, fault)
         if found is not None:
             self._failures.exclude(device, kernel.candidate.name, found)
-            self._forget()
+            self._plans.clear()
             return False
         # What the interpreter ran was not compared.
         kernel.proven = ran and device >= 0
@@ -233,29 +228,10 @@ class Int8Gemm:
                 return "differs from stock"
         return None
 
-    def _plan_tensors(
-        self, key: tuple[object, ...], tensors: Sequence[torch.Tensor], code: object
-    ) -> Plan | None:
-        plan = None
-        if well_formed(tensors, code):
-            a, b, _, _, bias, d, *residual = tensors
-            n, k = b.shape
-            bias_dtype = bias.dtype if bias.numel() else None
-            plan = self.plan(a.get_device(), a.shape[0], n, k, d.dtype, bias_dtype, bool(residual))
-        if len(self._by_tensors) >= _MAX_PLANS:
-            self._forget()
-        self._by_tensors[key] = plan
-        return plan
-
-    def _forget(self) -> None:
-        """Plan everything anew. `_by_tensors` goes first: it is filled from the other."""
-        self._by_tensors.clear()
-        self._plans.clear()
-
     def _failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
         if self._failures.account(error, device):
-            self._forget()
+            self._plans.clear()
             self._review()
 
     def _review(self) -> None:

@@ -2,104 +2,69 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ck_patch.kernels.launch import Operands
 
-OUT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
-    {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
-)
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-CODES = {dtype: code for code, dtype in OUT_DTYPES.items()}
+
+PlanKey = tuple[int, int, int, int, torch.dtype, torch.dtype | None, bool]
+"""Device, M, N, K, output dtype, bias dtype, and whether there is a residual."""
 
 
-def call_key(tensors: Sequence[Any], code: object, stream: object) -> tuple[object, ...] | None:
-    """All that a plan depends on, addresses aside; None unless the types are those of the contract.
+def plan_key(tensors: Sequence[torch.Tensor], code: int) -> PlanKey | None:
+    """What the plan of a call depends on; None unless the call keeps stock's contract to the
+    letter, for stock answers the others itself.
 
-    The tensors are such as capsules open to: of no subclass, without gradient or negative bit. This
-    runs at every call: plain reads, and everything that can be told from them is decided once per
-    key.
+    The tensors are such as capsules open to: of no subclass, without gradient or negative bit, and
+    where they have no device index, on the CPU. This runs at every call: each fact is read once, by
+    what is cheapest.
     """
-    if not type(code) is type(stream) is int:
+    a, b, xs, ws, bias, d = tensors[:6]
+    a_shape, b_shape = a.shape, b.shape
+    if len(a_shape) != 2 or len(b_shape) != 2:
         return None
-    a, b, xs, ws, bias, d, *residual = tensors
-    key = (
-        code,
-        a.shape,
-        b.shape,
-        d.shape,
+    m, k = a_shape
+    n = b_shape[0]
+    device, out_dtype, bias_dtype, biases = a.get_device(), d.dtype, bias.dtype, bias.numel()
+    if not (
+        b_shape[1] == k
+        and d.shape == (m, n)
         # How a vector is shaped is all the same.
-        xs.numel(),
-        ws.numel(),
-        bias.numel(),
-        a.dtype,
-        b.dtype,
-        xs.dtype,
-        ws.dtype,
-        bias.dtype,
-        d.dtype,
-        a.device,
-        b.device,
-        xs.device,
-        ws.device,
-        bias.device,
-        d.device,
-        a.is_contiguous()
+        and xs.numel() == m
+        and ws.numel() == n
+        and (biases == n or not biases)
+        and a.dtype is b.dtype is torch.int8
+        and xs.dtype is ws.dtype is torch.float32
+        and CODES.get(out_dtype) == code
+        and bias_dtype in DTYPE_NAMES
+        and device == b.get_device() == xs.get_device() == ws.get_device()
+        and device == bias.get_device() == d.get_device()
+        and a.is_contiguous()
         and b.is_contiguous()
         and xs.is_contiguous()
         and ws.is_contiguous()
         and bias.is_contiguous()
-        and d.is_contiguous(),
-    )
-    if not residual:
-        return key
-    addend, scale = residual
-    return (
-        *key,
-        addend.shape,
-        scale.numel(),
-        addend.dtype,
-        scale.dtype,
-        addend.device,
-        scale.device,
-        addend.is_contiguous() and scale.is_contiguous(),
-    )
+        and d.is_contiguous()
+    ):
+        return None
+    residual = len(tensors) > 6
+    if residual and not _fits_residual(tensors[6], tensors[7], d):
+        return None
+    return device, m, n, k, out_dtype, bias_dtype if biases else None, residual
 
 
-def well_formed(tensors: Sequence[torch.Tensor], code: object) -> bool:
-    """Whether a call keeps stock's contract to the letter; stock answers the others itself."""
-    a, b, xs, ws, bias, d, *residual = tensors
-    if a.dim() != 2 or b.dim() != 2:
-        return False
-    m, k = a.shape
-    n = b.shape[0]
-    return (
-        b.shape[1] == k
-        and d.shape == (m, n)
-        and xs.numel() == m
-        and ws.numel() == n
-        and bias.numel() in (0, n)
-        and a.dtype == b.dtype == torch.int8
-        and xs.dtype == ws.dtype == torch.float32
-        and d.dtype == OUT_DTYPES.get(cast(int, code))
-        and bias.dtype in DTYPE_NAMES
-        and all(t.is_contiguous() and not t.is_neg() and t.device == a.device for t in tensors)
-        and (not residual or _fits_residual(residual, d))
-    )
-
-
-def _fits_residual(residual: Sequence[torch.Tensor], d: torch.Tensor) -> bool:
-    addend, scale = residual
+def _fits_residual(addend: torch.Tensor, scale: torch.Tensor, d: torch.Tensor) -> bool:
     return (
         addend.shape == d.shape
         and scale.numel() == d.shape[1]
         and addend.dtype == scale.dtype == d.dtype
+        and addend.get_device() == scale.get_device() == d.get_device()
+        and addend.is_contiguous()
+        and scale.is_contiguous()
     )
 
 
@@ -108,7 +73,10 @@ def operands(tensors: Sequence[torch.Tensor]) -> Operands:
     return Operands(a, b, xs, ws, bias if bias.numel() else None, d, *residual)
 
 
-def misaligned(pointers: Sequence[int]) -> int:
+def misaligned(addresses: Iterable[int]) -> int:
     """Non-zero unless every tensor starts on 16 bytes, as vector loads and the copy engine need;
     an empty bias starts at zero."""
-    return functools.reduce(operator.or_, pointers) & 15
+    bits = 0
+    for address in addresses:
+        bits |= address
+    return bits & 15

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ck_patch.candidates import Candidate
 from ck_patch.device import DeviceProfile
 from ck_patch.kernels.replay import Replay
+from ck_patch.ops.gemm_contract import PlanKey
 from ck_patch.route import GemmCall
 from ck_patch.trial import Trial
-
-
-class PlanKey(NamedTuple):
-    """All that a plan depends on."""
-
-    device: int
-    m: int
-    n: int
-    k: int
-    out_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    residual: bool = False
 
 
 @dataclass(eq=False)
@@ -57,4 +44,4 @@ class Plan:
 
     @property
     def device(self) -> int:
-        return self.key.device
+        return self.key[0]

@@ -14,8 +14,8 @@ from ck_patch.context import OpContext
 from ck_patch.device import DeviceProfile, interpreting, profile
 from ck_patch.kernels.launch import Rounding
 from ck_patch.ops.failures import Failures
-from ck_patch.ops.gemm_contract import DTYPE_NAMES
-from ck_patch.ops.gemm_plan import Kernel, Plan, PlanKey
+from ck_patch.ops.gemm_contract import DTYPE_NAMES, PlanKey
+from ck_patch.ops.gemm_plan import Kernel, Plan
 from ck_patch.ops.references import Reference, StockGemm, cutlass_config
 from ck_patch.route import Backend, GemmCall, device_path
 from ck_patch.trial import Trial
@@ -53,7 +53,7 @@ class Planner:
 
     def decide(self, key: PlanKey) -> Plan | None:
         """How our kernels do this GEMM, or None if it is stock's."""
-        device = key.device
+        device = key[0]
         call, gpu = self._call(key), self._profile(device)
         found = self._candidates(call, gpu, device)
         chosen = self._tuner.choose(device, gpu, call, found)
@@ -91,15 +91,15 @@ class Planner:
             return False
 
     def _call(self, key: PlanKey) -> GemmCall:
-        bias_dtype = key.bias_dtype
+        _, m, n, k, out_dtype, bias_dtype, residual = key
         return GemmCall(
-            key.m,
-            key.n,
-            key.k,
-            DTYPE_NAMES[key.out_dtype],
+            m,
+            n,
+            k,
+            DTYPE_NAMES[out_dtype],
             None if bias_dtype is None else DTYPE_NAMES[bias_dtype],
-            accepts_bias=self._any_bias or bias_dtype in (None, key.out_dtype),
-            residual=key.residual,
+            accepts_bias=self._any_bias or bias_dtype in (None, out_dtype),
+            residual=residual,
             backend=self._backend,
         )
 
@@ -129,9 +129,9 @@ class Planner:
         from ck_patch.kernels.registry import GEMMS
 
         gemm = GEMMS[candidate.config.family]()
-        dtypes = key.out_dtype, key.bias_dtype
-        variant = gemm.variant(candidate.config, key.k)
-        use = (key.device, *dtypes, key.residual, candidate, variant)
+        device, _, _, k, out_dtype, bias_dtype, residual = key
+        variant = gemm.variant(candidate.config, k)
+        use = (device, out_dtype, bias_dtype, residual, candidate, variant)
         made = gemm(candidate.config, _ROUNDINGS[self._backend])
         return self._kernels.setdefault(use, Kernel(candidate, made))
 

@@ -39,9 +39,12 @@ class QuantizedLinear:
         self._host: Any = sys.modules[stock.__module__]
         extension = self._host._C
         self._entry = extension.cutlass_int8_dequant
-        # The residual form came with a release that is newer than the oldest tested.
-        has_residual = "residual" in inspect.signature(stock).parameters
-        self._residual_entry = extension.cutlass_int8_dequant_residual if has_residual else None
+        # The oldest tested releases have neither residuals nor an activation with a weight.
+        parameters = inspect.signature(stock).parameters
+        self._has_weighted_act = "input_act_weight" in parameters
+        self._residual_entry = None
+        if "residual" in parameters:
+            self._residual_entry = extension.cutlass_int8_dequant_residual
         reference = _reference(self._entry, self._residual_entry, context)
         self.gemm = Int8Gemm(operation, "cuda", reference, context)
         self._rotations = Rotations(self._host)
@@ -139,10 +142,13 @@ class QuantizedLinear:
         act: tuple[Any, ...] = ()
         if activates:
             act = (input_act,)
-            if input_act_weight is not None:
-                if not is_plain(input_act_weight, device):
+            if input_act_weight is not None and not self._has_weighted_act:
+                return None
+            if input_act == "rms_norm":  # The others ignore a weight.
+                norm = _plain_norm(input_act_weight, input_act_eps, device, k, x.dtype)
+                if norm is None:
                     return None
-                act = (input_act, input_act_weight.detach(), input_act_eps)
+                act = (input_act, *norm)
         in_epilogue = added is not None and added.in_epilogue
         plan = self.gemm.plan(
             device, rows, n, k, dtype, None if bias is None else dtype, in_epilogue
@@ -179,7 +185,7 @@ class QuantizedLinear:
         """The steps, in stock's order; None if the GEMM has to be stock's after all.
 
         `group` is that of the rotation, zero without one; `act` is the activation's name, if any,
-        and its weight and eps, if given.
+        for rms_norm with its weight and eps.
         """
         host = self._host
         device, m, n, k, dtype, _, _ = plan.key
@@ -195,11 +201,9 @@ class QuantizedLinear:
             if group:
                 quantize, options = self._rotations.quantized, (group,)
         stream = self._current_stream(device)
-        out = None
-        if len(act) < 2:  # An activation's weight has no place among the addresses.
-            out = self._by_addresses(
-                plan, quantize, act, x, weight, weight_scale, bias, fused, shape, stream
-            )
+        out = self._by_addresses(
+            plan, quantize, act, x, weight, weight_scale, bias, fused, shape, stream
+        )
         if out is None:
             q, x_scale = quantize(x.view(m, -1), *options)
             out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -217,7 +221,7 @@ class QuantizedLinear:
         self,
         plan: Plan,
         quantize: Any,
-        act: tuple[str, ...],
+        act: tuple[Any, ...],
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
@@ -257,8 +261,12 @@ class QuantizedLinear:
         if fused is not None:
             added = fused.operands(self._host, m, n)
             addresses += (added[0].data_ptr(), added[1].data_ptr())
+        operands: tuple[Any, ...] = (start, q, scale)
+        if len(act) > 1:
+            _, norm_weight, eps = act
+            operands += (norm_weight.data_ptr(), eps)
         try:
-            launch_quantizer((start, q, scale), stream)
+            launch_quantizer(operands, stream)
         except Exception as error:
             op.failed(error, device)
             return None
@@ -268,6 +276,17 @@ class QuantizedLinear:
             self.gemm.failed(error, plan)
             return None
         return out
+
+
+def _plain_norm(
+    weight: Any, eps: Any, device: int, k: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, float] | None:
+    """Weight [K] and eps of rms_norm as a kernel takes them, in the dtype of x as with stock; None
+    without a weight, which stock refuses, and for anything unusual."""
+    if not is_plain(weight, device) or weight.shape != (k,) or type(eps) not in (float, int):
+        return None
+    weight = weight.detach().to(dtype).contiguous()
+    return (weight.clone() if misaligned((weight.data_ptr(),)) else weight), float(eps)
 
 
 def _reference(entry: Any, residual_entry: Any, context: OpContext) -> Reference:

@@ -140,7 +140,10 @@ def _activations(base: Form) -> dict[str, Form]:
     columns = _randn(3, 100, 2 * K + 64)[..., 5 : 5 + 2 * K]
     forms["swiglu 3-D of a wider tensor"] = {**base, "x": columns, "input_act": "swiglu"}
     norm = {**forms["rms_norm, rotated"], "input_act_weight": torch.rand(K, device="cuda")}
-    return {**forms, "rms_norm by a float32 weight, rotated": norm}
+    forms["rms_norm by a float32 weight, rotated"] = norm
+    unaligned = {"input_act_weight": _randn(K + 1)[1:], "input_act_eps": 1}
+    forms["rms_norm by a weight that starts unaligned, rotated"] = {**norm, **unaligned}
+    return forms
 
 
 def _rotations(base: Form) -> dict[str, Form]:
@@ -272,7 +275,8 @@ def test_all_but_a_few_forms_are_computed_by_our_kernels(
     plans = _plans()
     assert all(plan is not None and plan.launches for plan in plans.values()), plans
     assert any(key[-1] for key in plans) == ("residual" in known)
-    assert by_addresses >= {name for name, form in forms.items() if _is_common(form)} - by_stock
+    at_once = {name for name, form in forms.items() if _is_quantized_at_once(form)}
+    assert by_addresses == at_once - by_stock
     record.add(
         "int8_linear_by_our_kernels",
         forms=len(forms),
@@ -281,12 +285,9 @@ def test_all_but_a_few_forms_are_computed_by_our_kernels(
     )
 
 
-def _is_common(form: Form) -> bool:
-    """Whether the rows are quantized by one kernel, without an activation in it."""
-    if not form.get("convrot"):
-        return True
-    in_one = form.get("convrot_groupsize", 256) == 256 and form["weight"].shape[1] <= 16_384
-    return in_one and form.get("input_act") is None
+def _is_quantized_at_once(form: Form) -> bool:
+    group, k = form.get("convrot_groupsize", 256), form["weight"].shape[1]
+    return not form.get("convrot") or (group == 256 and k <= 16_384)
 
 
 @pytest.mark.usefixtures("ours_alone")

@@ -67,7 +67,7 @@ class Extension:
         name, values = self._names[act], x.float()
         if name is not None:
             # In float32 throughout, which no step of its own is.
-            extra = (operands[0].float(), operands[1]) if name == "rms_norm" else ()
+            extra = (operands[0].float().view(-1), operands[1]) if name == "rms_norm" else ()
             values = self._host._apply_input_act(values, name, *extra)
         _quantize(self._rotated(values, group), q, scale)
 
@@ -285,6 +285,12 @@ ACTIVATED: dict[str, Callable[[], Form]] = {
     "rms_norm with a weight that requires a gradient": lambda: activated(
         "rms_norm", input_act_weight=torch.nn.Parameter(torch.rand(K))
     ),
+    "rms_norm by a weight that starts unaligned, rotated": lambda: activated(
+        "rms_norm", dtype=BF16, convrot=True, input_act_weight=torch.rand(K + 1).to(BF16)[1:]
+    ),
+    "rms_norm by a strided weight and an integer for eps, rotated": lambda: activated(
+        "rms_norm", convrot=True, input_act_weight=torch.rand(2 * K)[::2], input_act_eps=1
+    ),
     "an ignored weight": lambda: activated("gelu_tanh", input_act_weight=torch.rand(K)),
     "swiglu, rotated, with a residual": lambda: activated("swiglu", convrot=True, **residual()),
     "situ with a residual": lambda: activated("situ", **residual()),
@@ -386,14 +392,17 @@ class Launches:
         self, dtype: Any, m: int, k: int, group: Any, act: Any, addresses: Any, stream: int
     ) -> None:
         self.seen.append("quantizer")
-        start, q, scale = addresses
+        start, q, scale, *norm = addresses
         x = at(start, (m, k * self._host._input_act_width(act)), dtype)
         outputs = at(q, (m, k), torch.int8), at(scale, (m, 1), torch.float32)
         if group is None:
             self._extension.quantize_int8_rowwise(x, *outputs, False, 0, stream)
         else:
             code = self._host._input_act_code(act)
-            options = (group, False, code, 0, None, 0.0, stream)
+            if act == "rms_norm":
+                assert norm[0] % 16 == 0
+                norm[0] = at(norm[0], (k,), dtype)
+            options = (group, False, code, 0, *norm, stream)
             self._extension.quantize_int8_rowwise_convrot64(x, *outputs, *options)
 
     def _direct(self, plan: Any) -> Any:
@@ -421,7 +430,8 @@ LAUNCHED = [
     *(RESIDUALS[name] for name in ("scale as a row", "scale unaligned", "parameters")),
     *(AFTERWARDS[name] for name in ("unaligned 3-D", "both in float32, rotated")),
     *(ACTIVATED[f"{act} plain"] for act in ACTS),
-    *(ACTIVATED[f"{act} rotated"] for act in ("gelu_tanh", "swiglu", "situ")),
+    *(ACTIVATED[f"{act} rotated"] for act in ACTS),
+    *(ACTIVATED[name] for name in ACTIVATED if "weight" in name),
     ACTIVATED["swiglu, rotated, with a residual"],
     ACTIVATED["swiglu of a strided 3-D x"],
 ]
@@ -442,16 +452,14 @@ def test_where_both_kernels_are_proven_they_are_launched_by_addresses(
     assert torch.equal(reference.bits(out), reference.bits(expected))
 
 
-def test_what_has_no_place_among_addresses_is_given_to_the_functions(
+def test_a_rotation_in_two_steps_is_no_launch_by_addresses(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for make in (ACTIVATED["rms_norm rotated"], ROTATED["group 64 torch.float32"]):
-        given = make()
-        side.needs(given)
-        expected = side.stock(**given)
-        launches = Launches(side, monkeypatch)
-        assert torch.equal(side.op.function(**given), expected)
-        assert "GEMM" not in launches.seen
+    given = form(convrot=True, convrot_groupsize=64)
+    expected = side.stock(**given)
+    launches = Launches(side, monkeypatch)
+    assert torch.equal(side.op.function(**given), expected)
+    assert launches.seen == []
     assert side.given_to_stock == []
 
 
@@ -515,6 +523,9 @@ LEFT: dict[str, Callable[[], Form]] = {
     "integers for a residual": lambda: form(**residual(residual=torch.ones(M, N).int())),
     "an activation's weight in float64": lambda: activated(
         "rms_norm", input_act_weight=torch.ones(K).double()
+    ),
+    "an activation's weight of two dimensions": lambda: activated(
+        "rms_norm", convrot=True, input_act_weight=torch.ones(1, K)
     ),
     "few rows": lambda: form(2, K + 8, **residual(2, N), input_act="gelu_tanh"),
 }

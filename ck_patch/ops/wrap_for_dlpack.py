@@ -19,35 +19,36 @@ from ck_patch.dlpack import to_dlpack
 class WrapForDlpack:
     """The op behind the slot.
 
-    `function(tensor)` gives a DLPack capsule of a CUDA tensor without synchronizing streams. The
-    checks are those that `Tensor.__dlpack__` makes for such a tensor; one that fails any of them,
-    or that is not plain, goes to stock, which raises or detaches as it always did.
+    `function(tensor)` gives a DLPack capsule of a CUDA tensor without synchronizing streams. Of the
+    checks that `Tensor.__dlpack__` makes those are left that `to_dlpack` does not; stock detaches a
+    tensor that requires gradients, which is the same memory. Whatever fails a check, or is not
+    plain, goes to stock, which raises as it always did.
     """
 
     def __init__(self, stock: Function) -> None:
         self._active = True
-        strided, plain = torch.strided, torch.Tensor
+        plain = torch.Tensor, torch.nn.Parameter
         # What torch.cuda.current_device() calls once CUDA is initialized, as it is for any CUDA
         # tensor; a CPU build of torch does not have it.
         current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
         # Not a wrapt.FunctionWrapper: calling one costs as much as is saved.
         @functools.wraps(stock)
-        def wrap_for_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrap_for_dlpack(tensor: Any) -> Any:
             if (
-                type(tensor) is plain
-                and tensor.is_cuda
-                and not tensor.requires_grad
-                and tensor.layout is strided
+                self._active
+                and type(tensor) in plain
+                # Below zero it is on the CPU. Stock refuses a tensor of another device: the kernels
+                # would run on the wrong one.
+                and (device := tensor.get_device()) >= 0
+                and device == current_device()
                 and not tensor.is_conj()
-                # Stock refuses a tensor of another device: the kernels would run on the wrong one.
-                and tensor.get_device() == current_device()
-                and not args
-                and not kwargs
-                and self._active
             ):
-                return to_dlpack(tensor)
-            return stock(tensor, *args, **kwargs)
+                try:
+                    return to_dlpack(tensor)
+                except Exception:
+                    pass  # A layout or a dtype that no capsule has: stock will say.
+            return stock(tensor)
 
         self._function = wrap_for_dlpack
 

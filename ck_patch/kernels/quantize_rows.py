@@ -165,6 +165,8 @@ class RowQuantizer:
     """
 
     kernel = _quantize_rows_kernel
+    # Arguments that differ from one launch to the next: the addresses of x, q and scale.
+    leading = 3
 
     def __init__(self, rounding: Rounding) -> None:
         self._eager = rounding == "eager"
@@ -184,21 +186,22 @@ class RowQuantizer:
         """The compiler's."""
         return {"num_warps": self._num_warps(x), "enable_fp_fusion": False}
 
-    def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+    def run(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *more: object) -> None:
         """Compile if need be and run on the current stream of the current device.
 
         x float32, float16 or bfloat16 [M, K]; q int8 [M, K] and scale float32, M values, are
         written in place. All are contiguous, on one device, 16-byte aligned; M and K are positive.
+        `more` is what a kernel of another class takes after these.
         """
         # Triton's interpreter compiles nothing and returns None.
         self._compiled = self.kernel[x.shape[0], 1, 1](
-            *(x, q, scale, *self._arguments(x)), **self._options(x)
+            *(x, q, scale, *more, *self._arguments(x)), **self._options(x)
         )
 
     def bind(self, x: torch.Tensor) -> Launch:
         """The launch of calls of the shape and dtype of x; `run` must have compiled the kernel on
         as many columns of that dtype."""
-        return replay(self._compiled, x.shape[0], 3, self._arguments(x))
+        return replay(self._compiled, x.shape[0], self.leading, self._arguments(x))
 
 
 def _shape_of_program(k: int, dtype: torch.dtype) -> tuple[int, int]:

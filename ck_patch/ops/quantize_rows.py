@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from ck_patch import notices
 from ck_patch.context import Function, OpContext, Refused
 from ck_patch.device import interpreting, profile
+from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.kernels.replay import Replay
 from ck_patch.ops import eager_host, triton_rows
 from ck_patch.ops.failures import Failures
@@ -33,9 +36,31 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Prologue:
+    """What happens to rows before they are quantized: an input activation, of which rms_norm has a
+    weight, K values in the dtype of x, and eps."""
+
+    act: InputAct | None = None
+    weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def columns(self) -> int:
+        return columns(self.act)
+
+    @property
+    def norm(self) -> tuple[torch.Tensor, float] | tuple[()]:
+        """What the kernel takes after x, q and scale."""
+        return () if self.weight is None else (self.weight, self.eps)
+
+
+_NO_PROLOGUE = Prologue()
+
+
 @dataclass
 class _Kernel:
-    """A quantizer for one device, dtype and K, and whether its first result was right."""
+    """A quantizer for one device, dtype, K and activation; whether its first result was right."""
 
     quantizer: Any
     proven: bool = False
@@ -65,9 +90,9 @@ class QuantizeRows:
         self._failures = Failures(f"{backend}_{self._operation}", context.breaker)
         self._first_use = FirstUse()
         self._paths: dict[int, str] = {}
-        self._kernels: dict[tuple[int, torch.dtype, int], _Kernel] = {}
-        # Of kernels that are proven, by device, dtype, rows and K; none after a failure.
-        self._launches: dict[tuple[int, torch.dtype, int, int], Replay] = {}
+        self._kernels: dict[tuple[int, torch.dtype, int, InputAct | None], _Kernel] = {}
+        # Of kernels that are proven, by the same and the rows; none after a failure.
+        self._launches: dict[tuple[int, torch.dtype, int, int, InputAct | None], Replay] = {}
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
         self._active = True
@@ -91,38 +116,40 @@ class QuantizeRows:
             path = self._path(x.get_device())
             if path == "eager" and self._eager_has_it:
                 return eager_host.module().quantize_int8_rowwise(*args, **kwargs)
-            if (
-                path != "triton"
-                or type(x) is not torch.Tensor
-                or not self._is_plain(args[1:], kwargs)
-            ):
+            if path != "triton" or type(x) is not torch.Tensor:
+                return fallback(*args, **kwargs)
+            prologue = self._prologue(x, args[1:], kwargs)
+            if prologue is None:
                 return fallback(*args, **kwargs)
             if self._any_strides:
                 # Stock's Triton kernel takes rows for contiguous that are not.
                 args = (x := x.contiguous(), *args[1:])
-            quantized = self._quantize(x)
+            quantized = self._quantize(x, prologue)
             return fallback(*args, **kwargs) if quantized is None else quantized
 
         function.ck_patch_op = self  # type: ignore[attr-defined]
         self._function = function
 
-    def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether what follows x is what stock takes, and means to round to nearest."""
+    def _prologue(
+        self, x: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Prologue | None:
+        """What follows x, if it is what stock takes, means to round to nearest and is ours."""
         if not (others or kwargs):
-            return True
+            return _NO_PROLOGUE
         if len(others) + len(kwargs) > len(self._names) or kwargs.keys() - self._names:
-            return False
-        return all(map(_rounds_to_nearest, (*others, *kwargs.values())))
+            return None
+        plain = all(map(_rounds_to_nearest, (*others, *kwargs.values())))
+        return _NO_PROLOGUE if plain else None
 
-    def _takes(self, shape: torch.Size) -> bool:
+    def _takes(self, shape: torch.Size, prologue: Prologue) -> bool:
         return len(shape) == 2 or (len(shape) > 0 and self._backend != "triton")
 
-    def _new_quantizer(self) -> Any:
+    def _new_quantizer(self, act: InputAct | None) -> Any:
         from ck_patch.kernels.quantize_rows import RowQuantizer
 
         return RowQuantizer(self._backend)
 
-    def _quantize_by_stock(self, x: torch.Tensor) -> Quantized:
+    def _quantize_by_stock(self, x: torch.Tensor, prologue: Prologue) -> Quantized:
         quantized: Quantized = self._stock(x)
         return quantized
 
@@ -135,13 +162,22 @@ class QuantizeRows:
         """Pass every further call to stock."""
         self._active = False
 
-    def launch(self, device: int, dtype: torch.dtype, m: int, k: int) -> Replay | None:
-        """What quantizes [M, K] by the addresses of x, q and scale, once `function` has proven the
-        kernel: for a caller that has made the checks, and reports what is raised to `failed`.
+    def launch(
+        self,
+        device: int,
+        dtype: torch.dtype,
+        m: int,
+        k: int,
+        input_act: InputAct | None = None,
+    ) -> Replay | None:
+        """What quantizes to [M, K] by the addresses of x, q and scale, and with rms_norm by that of
+        the weight, and eps, once `function` has proven the kernel: for a caller that has made the
+        checks, and reports what is raised to `failed`.
 
-        x is what `function` takes, to be rounded to nearest, of the current device.
+        x, and the weight in its dtype, are what `function` takes, to be rounded to nearest, of the
+        current device.
         """
-        return self._launches.get((device, dtype, m, k)) if self._active else None
+        return self._launches.get((device, dtype, m, k, input_act)) if self._active else None
 
     def failed(self, error: Exception, device: int) -> None:
         """Account for a failure of ours; raises it again if stock cannot help."""
@@ -160,7 +196,7 @@ class QuantizeRows:
             path = self._paths[device] = found.path
         return path
 
-    def _quantize(self, x: torch.Tensor) -> Quantized | None:
+    def _quantize(self, x: torch.Tensor, prologue: Prologue) -> Quantized | None:
         device = x.get_device()
         if (
             x.dtype not in CODES
@@ -168,7 +204,7 @@ class QuantizeRows:
             or x.is_neg()
             or x._is_zerotensor()
             or x.numel() == 0
-            or not (x.is_contiguous() and self._takes(x.shape))
+            or not (x.is_contiguous() and self._takes(x.shape, prologue))
             or (device < 0 and not interpreting())
             or x.data_ptr() % 16
             or self._failures.reason(device) is not None
@@ -177,39 +213,47 @@ class QuantizeRows:
         try:
             if device >= 0 and torch.cuda.current_device() != device:
                 with torch.cuda.device(device):
-                    return self._run(x, device)
-            return self._run(x, device)
+                    return self._run(x, prologue, device)
+            return self._run(x, prologue, device)
         except Exception as error:
             self.failed(error, device)
             return None
 
-    def _run(self, x: torch.Tensor, device: int) -> Quantized | None:
-        k = x.shape[-1]
-        rows = x.view(-1, k)
-        kernel = self._kernels.get((device, x.dtype, k))
+    def _run(self, x: torch.Tensor, prologue: Prologue, device: int) -> Quantized | None:
+        rows = x.view(-1, x.shape[-1])
+        act, k = prologue.act, x.shape[-1] // prologue.columns
+        kernel = self._kernels.get((device, x.dtype, k, act))
         if kernel is None:
             if len(self._kernels) >= _MAX_KERNELS:
                 self._kernels.clear()
-            made = _Kernel(self._new_quantizer())
-            kernel = self._kernels.setdefault((device, x.dtype, k), made)
+            made = _Kernel(self._new_quantizer(act))
+            kernel = self._kernels.setdefault((device, x.dtype, k, act), made)
         if not kernel.proven and not self._first_use.possible(device):
             return None
-        q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+        q = torch.empty((*x.shape[:-1], k), dtype=torch.int8, device=x.device)
         scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
         if not kernel.proven:
-            return (q, scale) if self._prove(kernel, rows, q.view(-1, k), scale) else None
-        key = (device, x.dtype, rows.shape[0], k)
+            right = self._prove(kernel, rows, prologue, q.view(-1, k), scale)
+            return (q, scale) if right else None
+        key = (device, x.dtype, rows.shape[0], k, act)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MAX_LAUNCHES:
                 self._launches.clear()
             launch = self._launches[key] = kernel.quantizer.bind(rows)
-        pointers = (x.data_ptr(), q.data_ptr(), scale.data_ptr())
-        launch(pointers, torch._C._cuda_getCurrentRawStream(device))
+        operands: tuple[Any, ...] = (x.data_ptr(), q.data_ptr(), scale.data_ptr())
+        if prologue.weight is not None:
+            operands += (prologue.weight.data_ptr(), prologue.eps)
+        launch(operands, torch._C._cuda_getCurrentRawStream(device))
         return q, scale
 
     def _prove(
-        self, kernel: _Kernel, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor
+        self,
+        kernel: _Kernel,
+        x: torch.Tensor,
+        prologue: Prologue,
+        q: torch.Tensor,
+        scale: torch.Tensor,
     ) -> bool:
         device = x.get_device()
 
@@ -217,10 +261,10 @@ class QuantizeRows:
             # What is not written must not pass for right.
             q.fill_(-77)
             scale.fill_(torch.nan)
-            kernel.quantizer.run(x, q, scale)
+            kernel.quantizer.run(x, q, scale, *prologue.norm)
 
         def fault() -> str | None:
-            return self._fault(x, q, scale.view(-1, 1))
+            return self._fault(x, prologue, q, scale.view(-1, 1))
 
         stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
         ran, found = self._first_use.prove(device, stream, run, fault)
@@ -232,12 +276,14 @@ class QuantizeRows:
         kernel.proven = ran and device >= 0
         return ran
 
-    def _fault(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> str | None:
+    def _fault(
+        self, x: torch.Tensor, prologue: Prologue, q: torch.Tensor, scale: torch.Tensor
+    ) -> str | None:
         """What is wrong with the first and last rows, measured by stock; None if nothing."""
         # Rows start on 16 bytes at each multiple of 16.
         tail = max(0, x.shape[0] - _CHECKED_ROWS) // 16 * 16
         for rows in (slice(0, _CHECKED_ROWS), slice(tail, None)):
-            values, scales = self._quantize_by_stock(x[rows])
+            values, scales = self._quantize_by_stock(x[rows], prologue)
             same = (scale[rows] == scales) | (scale[rows].isnan() & scales.isnan())
             same &= (q[rows] == values).all(dim=1, keepdim=True)
             if self._backend == "triton":
@@ -251,39 +297,94 @@ class QuantizeRows:
 class QuantizeRotatedRows(QuantizeRows):
     """The same for the CUDA backend's quantizer that rotates rows in groups of 256 values.
 
-    It takes x [M, K], K a multiple of 256 up to 16384; further groups, seeds and activations are
-    stock's, and so is everything on a device that the kernels of the CUDA backend cannot run on.
+    It takes x [M, K], or [M, 2 K] with an activation that takes pairs, and returns q [M, K], K a
+    multiple of 256 up to 16384. Activations are ours as far as stock's release has them; with
+    rms_norm, M is 2 at least and the weight has K values on the device of x. Other groups and seeds
+    are stock's, and so is everything on a device that the kernels of the CUDA backend cannot run
+    on.
     """
 
     _operation = "quantize_rowwise_convrot64"
     _eager_has_it = False
     _any_strides = False
 
-    def _is_plain(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def __init__(
+        self, backend: Backend, stock: Function, fallback: Function, context: OpContext
+    ) -> None:
+        super().__init__(backend, stock, fallback, context)
+        self._acts: Mapping[object, Prologue] = {
+            None: _NO_PROLOGUE,
+            "none": _NO_PROLOGUE,
+            **{act: Prologue(act) for act in _acts_of(stock)},
+        }
+
+    def _prologue(
+        self, x: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Prologue | None:
         if len(others) == 1 and not kwargs:  # As the host calls it.
-            return _is_group_of_256(others[0])
-        given = {**dict(zip(self._names, others, strict=False)), **kwargs}
+            return _NO_PROLOGUE if _is_group_of_256(others[0]) else None
+        given: dict[str, Any] = {**dict(zip(self._names, others, strict=False)), **kwargs}
+        act = given.get("input_act")
         # What is given twice or has no name is missing here.
-        if len(given) < len(others) + len(kwargs) or given.keys() - self._names:
-            return False
+        if (
+            len(given) < len(others) + len(kwargs)
+            or given.keys() - self._names
+            or not _is_group_of_256(given.get("group_size"))
+            or not _rounds_to_nearest(given.get("stochastic_rounding"))
+            or type(act) not in (str, type(None))
+        ):
+            return None
+        weight: Any = given.get("input_act_weight")
+        prologue = self._acts.get(act)
+        if act != "rms_norm":
+            return prologue if weight is None else None
+        eps = given.get("input_act_eps", 0.0)
+        if (
+            prologue is None
+            or type(weight) not in _PLAIN
+            or type(eps) not in (float, int)
+            or weight.requires_grad
+            or weight.is_neg()
+            or weight.device != x.device
+            or weight.numel() != x.shape[-1]
+            or weight.dim() != 1
+        ):
+            return None
+        weight = weight.to(x.dtype).contiguous()  # As stock does.
+        return None if weight.data_ptr() % 16 else Prologue("rms_norm", weight, float(eps))
+
+    def _takes(self, shape: torch.Size, prologue: Prologue) -> bool:
         return (
-            _is_group_of_256(given.get("group_size"))
-            and _rounds_to_nearest(given.get("stochastic_rounding"))
-            and given.get("input_act") is None
-            and given.get("input_act_weight") is None
+            len(shape) == 2
+            and shape[1] % (256 * prologue.columns) == 0
+            and shape[1] <= _MAX_ROTATED_K * prologue.columns
+            and (prologue.act != "rms_norm" or shape[0] > 1)
         )
 
-    def _takes(self, shape: torch.Size) -> bool:
-        return len(shape) == 2 and shape[1] % 256 == 0 and shape[1] <= _MAX_ROTATED_K
-
-    def _new_quantizer(self) -> Any:
+    def _new_quantizer(self, act: InputAct | None) -> Any:
         from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
 
-        return ConvrotRowQuantizer()
+        return ConvrotRowQuantizer(act)
 
-    def _quantize_by_stock(self, x: torch.Tensor) -> Quantized:
-        quantized: Quantized = self._stock(x, 256)
+    def _quantize_by_stock(self, x: torch.Tensor, prologue: Prologue) -> Quantized:
+        act = () if prologue.act is None else (0, prologue.act, *prologue.norm)
+        quantized: Quantized = self._stock(x, 256, *act)
         return quantized
+
+
+def _acts_of(stock: Function) -> list[InputAct]:
+    """The activations of ours that stock's release has, which says of others that it has none."""
+    code: Any = getattr(sys.modules.get(stock.__module__), "_input_act_code", None)
+    if code is None:
+        return []
+    found: list[InputAct] = []
+    for act in INPUT_ACTS:
+        try:
+            code(act)
+        except ValueError:
+            continue
+        found.append(act)
+    return found
 
 
 def _is_group_of_256(size: object) -> bool:

@@ -24,6 +24,7 @@ import triton.language as tl
 from ck_patch import tiles
 from ck_patch.device import DeviceProfile, profile
 from ck_patch.kernels import dequantize, gemv
+from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.kernels.launch import Gemm, Operands, Rounding
 from ck_patch.kernels.quantize_rows import Rounding as RowRounding
 from ck_patch.kernels.quantize_rows import RowQuantizer
@@ -146,28 +147,36 @@ def _gemms(gpu: DeviceProfile) -> Iterator[GemmCase]:
 
 @dataclass(frozen=True)
 class QuantizerCase:
-    """SIZES are M and K, of which K is always the same. Without a rounding: the rotating one."""
+    """SIZES are M and K, of which K is always the same. Without a rounding: the rotating one, after
+    `act`."""
 
     rounding: RowRounding | None
     dtype: torch.dtype
     sizes: Sequence[Size]
+    act: InputAct | None = None
 
     @property
     def kernel(self) -> str:
         return _name((ConvrotRowQuantizer if self.rounding is None else RowQuantizer).kernel)
 
     def run(self, sizes: Sequence[Size], device: str = "cuda") -> None:
-        quantizer = ConvrotRowQuantizer() if self.rounding is None else RowQuantizer(self.rounding)
+        rotating = ConvrotRowQuantizer(self.act)
+        quantizer = rotating if self.rounding is None else RowQuantizer(self.rounding)
         for index, (m, k) in enumerate(sizes):
-            x = torch.randn(m, k).to(self.dtype).to(device)
+            x = torch.randn(m, k * columns(self.act)).to(self.dtype)
             if self.dtype != F16:
                 x[0] *= 1e-12  # The rotating one takes such a row twice.
+            x = x.to(device)
+            more: tuple[Any, ...] = ()
+            if self.act == "rms_norm":
+                more = (torch.randn(k).to(self.dtype).to(device), 1e-6)
             q = torch.empty(m, k, dtype=torch.int8, device=device)
             scale = torch.empty(m, dtype=F32, device=device)
             if index == 0 or device == "cpu":
-                quantizer.run(x, q, scale)
+                quantizer.run(x, q, scale, *more)
             else:
-                quantizer.bind(x)((x.data_ptr(), q.data_ptr(), scale.data_ptr()), _stream())
+                values = (x, q, scale, *more)
+                quantizer.bind(x)([_address(value) for value in values], _stream())
             q.cpu()
             scale.cpu()
 
@@ -183,6 +192,10 @@ def _quantizers() -> Iterator[QuantizerCase]:
     # Half a piece, one and a half, three of which the last is not full, and such a half at the end.
     for k, dtype in itertools.product((256, 1536, 2816, 12_544), FLOATS):
         yield QuantizerCase(None, dtype, [(m, k) for m in (ROWS if k < 4000 else ROWS[:3])])
+    for k, act in itertools.product((256, 2816), INPUT_ACTS):
+        # One row is not normalized by ours.
+        sizes = [(m, k) for m in ROWS if act != "rms_norm" or m > 1]
+        yield QuantizerCase(None, BF16, sizes, act)
 
 
 @dataclass(frozen=True)
@@ -298,6 +311,11 @@ def _name(kernel: Any) -> str:
 
 def _bytes(*shape: int) -> torch.Tensor:
     return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def _address(value: Any) -> Any:
+    """What a bound launch takes for a tensor, or the number that it is."""
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 def _stream() -> int:

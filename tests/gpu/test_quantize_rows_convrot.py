@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import ck_patch
 from ck_patch import chunks, shapes
+from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.kernels.quantize_rows import Launch
 from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
 from ck_patch.measure import graph_times
@@ -28,6 +31,12 @@ MODELS = sorted(
 )
 # Half a piece to three and a half, the last one whole, half or not full, of 1, 2, 4 and 8 warps.
 HOSTILE = (256, 1024, 1280, 5120, 5376, 13_824, 14_336, 16_384)
+# Fewer: each form of an activation is a kernel to compile.
+ACTIVATED = {
+    torch.float32: (1280,),
+    torch.float16: (1280, 14_336),
+    torch.bfloat16: (256, 1280, 14_336, 16_384),
+}
 TIMED = (
     (36_864, 5376),
     (37_296, 14_336),
@@ -64,15 +73,19 @@ def binaries() -> None:
     Triton keeps each for all K that have its pieces.
     """
 
-    def compile_one(dtype: torch.dtype, k: int) -> None:
-        x = torch.zeros(1, k, dtype=dtype, device="cuda")
-        ConvrotRowQuantizer().run(x, x.to(torch.int8), torch.empty(1, device="cuda"))
+    def compile_one(dtype: torch.dtype, k: int, act: InputAct | None = None) -> None:
+        x = torch.zeros(1, k * columns(act), dtype=dtype, device="cuda")
+        q = torch.empty(1, k, dtype=torch.int8, device="cuda")
+        more = (torch.zeros_like(x), 0.0) if act == "rms_norm" else ()
+        ConvrotRowQuantizer(act).run(x, q, torch.empty(1, device="cuda"), *more)
 
     forms: dict[tuple[object, ...], partial[None]] = {}
     for dtype in DTYPES:
         for k in (*HOSTILE, *({k for _, k in MODELS} if dtype == BF16 else ())):
-            _, *constants = ConvrotRowQuantizer()._arguments(torch.empty(1, k, dtype=dtype))
+            _, _, _, *constants = ConvrotRowQuantizer()._arguments(torch.empty(1, k, dtype=dtype))
             forms[(dtype, *constants)] = partial(compile_one, dtype, k)
+        for act, k in itertools.product(INPUT_ACTS, ACTIVATED[dtype]):
+            forms[dtype, act, k] = partial(compile_one, dtype, k, act)
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(form) for form in forms.values()]:
             done.result()
@@ -158,11 +171,116 @@ def test_a_nan_stays_in_its_group_of_its_row(dtype: torch.dtype) -> None:
     assert not q[3, 512:].eq(-128).all()
 
 
-def test_seeds_and_activations_are_stocks(launches: list[tuple[int, ...]]) -> None:
+def test_seeds_are_stocks(launches: list[tuple[int, ...]]) -> None:
     x = bf16(512, 3072)
-    for more in ({"stochastic_rounding": 1234}, {"input_act": "swiglu"}):
+    for more in ({"stochastic_rounding": 1234}, {"stochastic_rounding": 1, "input_act": "swiglu"}):
         assert equal(slot()(x, 256, **more), slot().__wrapped__(x, 256, **more))
     assert launches == []
+
+
+def norm(act: InputAct, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    if act != "rms_norm":
+        return {}
+    weight = torch.randn(k, device="cuda").to(dtype)
+    return {"input_act_weight": weight, "input_act_eps": 1e-6}
+
+
+@pytest.fixture
+def has(request: pytest.FixtureRequest) -> InputAct:
+    """The activation, which stock's release has."""
+    act: InputAct = request.param
+    if act not in import_module("comfy_kitchen.backends._activations").INPUT_ACT_TO_CODE:
+        pytest.skip("this release does not have it")
+    return act
+
+
+over_acts = pytest.mark.parametrize("has", INPUT_ACTS, indirect=True)
+
+
+@over_acts
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activated_rows_are_bit_identical(
+    has: InputAct, dtype: torch.dtype, launches: list[tuple[int, ...]], record: Record
+) -> None:
+    different, shapes_of_x = [], []
+    for k in ACTIVATED[dtype]:
+        rows = hostile_rotated_rows(k * columns(has), dtype)
+        names = [*rows, *["random"] * 500]
+        random = torch.randn(500, k * columns(has))
+        widest = 2 if dtype == torch.float16 else 12
+        random[250:] *= 10.0 ** torch.linspace(-widest, widest, 250)[:, None]
+        random[:250] *= torch.linspace(0.1, 30, 250)[:, None]
+        x = torch.cat([torch.stack(list(rows.values())), random.to(dtype)]).cuda()
+        more = {"input_act": has, **norm(has, k, dtype)}
+        expected = slot().__wrapped__(x, 256, **more)
+        for _ in range(2):
+            same = same_rows(slot()(x, 256, **more), expected).tolist()
+            different += [(k, name) for name, good in zip(names, same, strict=True) if not good]
+        shapes_of_x.append(tuple(x.shape))
+    assert different == []
+    assert launches == shapes_of_x
+    record.add("quantize_convrot_equal", what=f"hostile rows, {has}", dtype=str(dtype)[6:])
+
+
+@pytest.mark.parametrize("has", ["gelu_tanh", "swiglu", "situ"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_value_of_16_bits_is_activated_as_stock_does(
+    has: InputAct, dtype: torch.dtype
+) -> None:
+    """Each alone in a row, whose scale shows it."""
+    values = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
+    k = 256
+    for place in range(0, k * columns(has), k):
+        x = torch.zeros(len(values), k * columns(has), dtype=dtype, device="cuda")
+        x[:, k - place if columns(has) == 2 else 0] = 0.7
+        x[:, place] = values
+        found = slot()(x, 256, input_act=has)
+        assert equal(found, slot().__wrapped__(x, 256, input_act=has))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "has"),
+    [
+        *[(37_296, 14_336, "swiglu"), (4608, 12_288, "swiglu"), (25_900, 16_384, "gelu_tanh")],
+        *[(4608, 12_288, "situ"), (37_296, 5120, "rms_norm")],
+    ],
+    indirect=["has"],
+)
+def test_activated_rows_are_quantized_faster_than_by_stock(
+    m: int, k: int, has: InputAct, record: Record
+) -> None:
+    x = bf16(m, k * columns(has))
+    more = {"input_act": has, **norm(has, k, BF16)}
+
+    def ours() -> Quantized:
+        found: Quantized = slot()(x, 256, **more)
+        return found
+
+    def stock() -> Quantized:
+        found: Quantized = slot().__wrapped__(x, 256, **more)
+        return found
+
+    expected = stock()
+    assert equal(ours(), expected)
+    assert equal(ours(), expected)
+    source = torch.empty(m * k * (2 * columns(has) + 1) // 2, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    functions = {"copy": lambda: target.copy_(source), "stock": stock, "ours": ours}
+    times = graph_times(functions, rounds=5, span=1e-3)
+    record.add(
+        "quantize_convrot",
+        backend="cuda",
+        m=m,
+        k=k,
+        act=has,
+        timing="graph",
+        stock_us=round(times["stock"] * 1e3, 2),
+        ours_us=round(times["ours"] * 1e3, 2),
+        copy_us=round(times["copy"] * 1e3, 2),
+        times=round(times["stock"] / times["ours"], 2),
+        of_copy=round(times["copy"] / times["ours"], 2),
+    )
+    assert times["ours"] <= 1.02 * times["stock"]
 
 
 def test_more_than_2_31_elements_are_right_and_nothing_around_them_changes(

@@ -35,9 +35,9 @@ def quantize(x: torch.Tensor, rounding: Rounding) -> Quantized:
     return run(RowQuantizer(rounding), x)
 
 
-def run(quantizer: RowQuantizer, x: torch.Tensor) -> Quantized:
-    """q and scale of one launch, in memory around which nothing changed."""
-    m, k = x.shape
+def run(quantizer: RowQuantizer, x: torch.Tensor, *more: object, k: int | None = None) -> Quantized:
+    """q [M, K] and scale of one launch, in memory around which nothing changed."""
+    m, k = x.shape[0], k or x.shape[1]
     # A multiple of 16 bytes on either side, more than the largest block would overrun.
     margin = 16_384
     values = torch.full((margin + m * k + margin,), POISON, dtype=torch.int8)
@@ -48,7 +48,7 @@ def run(quantizer: RowQuantizer, x: torch.Tensor) -> Quantized:
     # numpy's remarks on NaN and infinities are no concern of a kernel's.
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        quantizer.run(x, q, scale)
+        quantizer.run(x, q, scale, *more)
     assert torch.equal(x.nan_to_num(), before.nan_to_num())
     for memory, poison in ((values, POISON), (scales, 12.5)):
         assert memory[:margin].eq(poison).all()
@@ -154,19 +154,26 @@ def test_the_last_row_is_exact_beyond_2_31_elements(
 
 
 def quantize_last_row(
-    quantizer: RowQuantizer, m: int, k: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    quantizer: RowQuantizer,
+    m: int,
+    columns: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    k: int | None = None,
 ) -> tuple[torch.Tensor, Quantized]:
-    """The last row of a float16 x [M, K], and what the program for it writes, there alone."""
+    """The last row of a float16 x [M, columns], and what the program for it writes of q [M, K],
+    there alone; K is as many columns."""
+    k = k or columns
     from triton.runtime import interpreter
 
     # The interpreter's int32 wraps as the GPU's does, so that a 32-bit offset would miss.
-    assert (m - 1) * k >= 2**31
+    assert (m - 1) * columns >= 2**31
     path = str(folder / "x")  # A sparse file: only pages that are written take memory or disk.
-    x = torch.from_file(path, shared=True, size=m * k, dtype=torch.float16).view(m, k)
+    x = torch.from_file(path, shared=True, size=m * columns, dtype=torch.float16).view(m, columns)
     path = str(folder / "q")
     q = torch.from_file(path, shared=True, size=m * k, dtype=torch.int8).view(m, k)
     scale = torch.zeros(m)
-    x[-1] = torch.randn(k)
+    x[-1] = torch.randn(columns)
     last = interpreter.TensorHandle(np.array([m - 1], np.int32), interpreter.tl.int32)
 
     def program_id(axis: int) -> Any:
@@ -210,13 +217,25 @@ def compiled(
 
     x = torch.empty(2, k, dtype=dtype, device="meta")
     names = list(quantizer.kernel.arg_names)
-    types = ["*" + SHORT[str(dtype).removeprefix("torch.")], "*i8", "*fp32", "i32"]
-    _, *values = quantizer._arguments(x)
-    signature = dict(zip(names, types + ["constexpr"] * len(values), strict=True))
-    constants = {(len(types) + index,): value for index, value in enumerate(values)}
+    floats = "*" + SHORT[str(dtype).removeprefix("torch.")]
+    types = {"x_ptr": floats, "q_ptr": "*i8", "scale_ptr": "*fp32"}
+    values = quantizer._arguments(x)
+    constants: dict[tuple[int], object] = {}
+    for index, value in enumerate(values, len(names) - len(values)):
+        if names[index] in ("K_UNITS", "GROUPS"):
+            types[names[index]] = "i32"
+        else:
+            constants[index,] = value
+            types[names[index]] = "constexpr"
+    more = {"weight_ptr": floats, "eps": "fp32"}
+    signature = {name: types.get(name) or more[name] for name in names}
     # What Triton's dispatcher says of the operands: every pointer is a multiple of 16, no integer
     # is specialised on.
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(3)}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
     major, minor = GPUS[architecture].capability
     return triton.compile(
         ASTSource(quantizer.kernel, signature, constants, aligned),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
 from tests.hostile_rows import BOUNDS, hostile_rotated_rows
 from tests.kernels.test_compile import resource_usage
@@ -139,6 +140,156 @@ def test_the_last_row_is_exact_beyond_2_31_elements(
     assert_equal(found, expected(x))
 
 
+EPS = 1e-3
+
+over_acts = pytest.mark.parametrize("act", INPUT_ACTS)
+
+
+def activated(x: torch.Tensor, act: InputAct, weight: torch.Tensor) -> torch.Tensor:
+    """The activation as the host's Python computes it, in float64."""
+    wide = x.double()
+    first, second = wide.chunk(2, dim=-1)
+    if act == "gelu_tanh":
+        return torch.nn.functional.gelu(wide, approximate="tanh")
+    if act == "swiglu":
+        return torch.nn.functional.silu(first) * second
+    if act == "situ":
+        gate = 4 * torch.tanh(second / 4) * torch.sigmoid(second)
+        return gate * 25 * torch.tanh(first / 25)
+    return torch.nn.functional.rms_norm(wide, x.shape[1:], weight.double(), EPS)
+
+
+def assert_activated(act: InputAct, x: torch.Tensor, weight: torch.Tensor) -> Quantized:
+    """q and scale are those of the activation in float64 but for what rounding may change."""
+    found = run_act(act, x, weight)
+    right = activated(x, act, weight)
+    matrix = np.kron(*[np.kron(SIGNS / 2, SIGNS / 2)] * 2)
+    values = torch.from_numpy(right.view(-1, 256).numpy() @ matrix.T).view(right.shape)
+    scale = values.abs().amax(dim=1).clamp(max=torch.finfo(x.dtype).max) / 127
+    torch.testing.assert_close(found[1].double(), scale, rtol=1e-5, atol=1e-30)
+    # As far as the dtype in which rows are divided by their scale rounds 127.
+    bound = 0.51 + 127 * torch.finfo(x.dtype).eps * 1.5
+    assert (found[0] - values / scale[:, None]).abs().max() < bound
+    return found
+
+
+def run_act(act: InputAct, x: torch.Tensor, weight: torch.Tensor) -> Quantized:
+    norm = (weight, EPS) if act == "rms_norm" else ()
+    return run(ConvrotRowQuantizer(act), x, *norm, k=x.shape[1] // columns(act))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("k", [256, 1280, 3840])
+@over_dtypes
+@over_acts
+def test_an_activation_is_applied_to_whole_rows(act: InputAct, dtype: torch.dtype, k: int) -> None:
+    weight = torch.randn(k).to(dtype)
+    for m in (2, 3):
+        assert_activated(act, (torch.randn(m, k * columns(act)) * 2).to(dtype), weight)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("act", ["gelu_tanh", "swiglu", "rms_norm"])
+def test_rows_that_are_quantized_once_more_are_activated_as_well(act: InputAct) -> None:
+    # Rotated without halvings they are below 2^-30, or overflow.
+    k = 1280
+    x = torch.randn(4, k * columns(act))
+    weight = torch.randn(k)
+    if act == "rms_norm":
+        weight *= 1e-12
+    else:
+        x[:, -k:] *= 1e-12
+    assert_activated(act, x, weight)
+    if act in ("swiglu", "gelu_tanh"):
+        x = torch.randn(4, k * columns(act))
+        x[:, -k:] *= 1e37
+        assert_activated(act, x, weight)
+
+
+@pytest.mark.interpreter
+@over_acts
+def test_a_nan_stays_in_its_row_and_in_its_group_if_no_mean_spreads_it(act: InputAct) -> None:
+    k = 768
+    weight = torch.ones(k)
+    x = torch.randn(3, k * columns(act))
+    clean_q, clean_scale = run_act(act, x, weight)
+    x[1, 300] = torch.nan
+    q, scale = run_act(act, x, weight)
+    assert torch.equal(q[[0, 2]], clean_q[[0, 2]])
+    assert torch.equal(scale[[0, 2]], clean_scale[[0, 2]])
+    assert q[1, 256:512].eq(-128).all()
+    assert q[1, 512:].eq(-128).all() == (act == "rms_norm")
+
+
+@pytest.mark.interpreter
+def test_the_pairs_of_a_last_row_are_found_beyond_2_31_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, found = quantize_last_row(
+        ConvrotRowQuantizer("swiglu"), 65_537, 32_768, tmp_path, monkeypatch, k=16_384
+    )
+    monkeypatch.undo()
+    assert_equal(found, run_act("swiglu", x, x))
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("k", "threads"),
+    [
+        *[(256, 64), (512, 128), (3072, 128), (3328, 256), (6144, 256), (6400, 512)],
+        *[(12_032, 512), (12_288, 1024), (16_384, 1024)],
+    ],
+)
+def test_squares_are_summed_by_as_many_threads_as_stock_has(k: int, threads: int) -> None:
+    x = torch.empty(2, k, dtype=torch.bfloat16, device="meta")
+    assert ConvrotRowQuantizer("rms_norm")._arguments(x)[-2:] == ("rms_norm", threads)
+    host = pytest.importorskip("comfy_kitchen.backends.cuda")
+    if hasattr(host, "_convrot_int8_fused_shared_memory_bytes"):
+        shared = host._convrot_int8_fused_shared_memory_bytes(2, k)
+        assert shared == (k + threads // 64 * 2 * 256) * 4
+
+
+@compiles
+@pytest.mark.parametrize("act", INPUT_ACTS)
+def test_a_bound_launch_of_an_activation_is_of_the_columns_of_q(act: InputAct) -> None:
+    k = 5120
+    x = torch.zeros(5, k * columns(act), dtype=torch.bfloat16)
+    quantizer = ConvrotRowQuantizer(act)
+    launched = quantizer._compiled = Compiled()
+    norm = (4, 0.5) if act == "rms_norm" else ()
+    quantizer.bind(x)((1, 2, 3, *norm), 7)
+    ((_, args, _),) = launched.launches
+    given = dict(zip(quantizer.kernel.arg_names, args, strict=True))
+    assert (given["GROUPS"], given["HALF"], given["ACT"]) == (20, 1024, act)
+    assert (given["weight_ptr"], given["eps"]) == (norm or (None, None))
+
+
+@compiles
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_120"])
+@over_acts
+def test_an_activation_is_stocks_sequence_of_instructions(
+    architecture: str, act: InputAct, tmp_path: Path
+) -> None:
+    k = 3072
+    kernel = compiled(architecture, ConvrotRowQuantizer(act), torch.bfloat16, k * columns(act))
+    assert_nothing_spills(kernel, architecture, tmp_path)
+    ptx = kernel.asm["ptx"]
+    assert "ld.global.v4" in ptx
+    # By thread, 96 values in the pieces and 16 at a time of rows that are taken once more, and the
+    # reciprocal of either's scale.
+    values = 112
+    counts = {name: ptx.count(name) for name in ("ex2.approx", "rcp.approx", "tanh.approx", "fma")}
+    expected = {
+        "gelu_tanh": {"tanh.approx": values, "fma": values},
+        "swiglu": {"ex2.approx": values, "rcp.approx": values},
+        "situ": {"ex2.approx": values, "rcp.approx": 3 * values, "fma": 16 * values},
+        "rms_norm": {},
+    }[act]
+    expected["rcp.approx"] = expected.get("rcp.approx", 0) + 2
+    if act != "rms_norm":
+        assert {name: count for name, count in counts.items() if count} == expected
+
+
 @compiles
 @pytest.mark.parametrize(
     ("dtype", "k"),
@@ -175,7 +326,7 @@ def test_every_row_is_covered_by_as_few_values_as_there_can_be() -> None:
         x = torch.empty(1, k, dtype=torch.bfloat16, device="meta")
         quantizer = ConvrotRowQuantizer()
         arguments: Any = quantizer._arguments(x)
-        groups, _, half, halves, full = arguments
+        _, _, groups, _, half, halves, full, _, _ = arguments
         warps = quantizer._num_warps(x)
         assert (groups, half) == (k // 256, 512 * warps)
         assert k <= half * halves < k + half
@@ -207,9 +358,13 @@ def test_a_bound_launch_gives_every_parameter_its_value(
             "x_ptr": 1,
             "q_ptr": 2,
             "scale_ptr": 3,
+            "weight_ptr": None,
+            "eps": None,
             "GROUPS": k // 256,
             "FINITE_MAX": torch.finfo(dtype).max,
             "HALF": 512 * warps,
             "HALVES": halves,
             "FULL": k == 512 * warps * halves,
+            "ACT": None,
+            "SUMS": None,
         }

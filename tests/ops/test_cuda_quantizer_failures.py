@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext
+from ck_patch.kernels.input_acts import InputAct, columns
 from ck_patch.kernels.quantize_rows import RowQuantizer
 from ck_patch.ops import quantize_rows
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 from tests.kernels import test_quantize_rows as plain
 from tests.kernels import test_quantize_rows_convrot as rotating
+from tests.ops.memory import at
 from tests.ops.test_linear_failures import ADA, DEVICE, MEMORY, STICKY, gpu, raising
 
 pytestmark = pytest.mark.interpreter
@@ -177,6 +180,69 @@ def test_other_ops_get_the_launch_of_what_the_function_has_proven_and_nothing_el
     assert not launched(quantizer, x)
     (opened,) = breaker.snapshot()
     assert "planted" in opened.reason
+
+
+def test_an_activation_is_proven_and_launched_by_itself(
+    breaker: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with stock's answer to that activation; that of rms_norm takes the weight and eps."""
+    asked: list[tuple[Any, ...]] = []
+
+    def stock(
+        weight_2d: torch.Tensor,
+        group_size: int,
+        stochastic_rounding: int | None = 0,
+        input_act: Any = None,
+        input_act_weight: Any = None,
+        input_act_eps: float = 0.0,
+    ) -> Any:
+        asked.append((input_act, input_act_eps))
+        if input_act is None:
+            q, scale = rotating.expected(weight_2d)
+        else:
+            q, scale = rotating.run_act(input_act, weight_2d, input_act_weight)
+        return q, scale[:, None]
+
+    def bind(self: RowQuantizer, x: torch.Tensor) -> Callable[..., None]:
+        m, wide = x.shape
+
+        def launch(values: Any, stream: int) -> None:
+            shapes = (m, wide), (m, 256), (m, 1), (256,)
+            dtypes = torch.float32, torch.int8, torch.float32, torch.float32
+            self.run(*map(at, values[:4], shapes, dtypes), *values[4:])
+
+        return launch
+
+    monkeypatch.setattr(RowQuantizer, "bind", bind)
+    codes = SimpleNamespace(_input_act_code=lambda act: 0)
+    monkeypatch.setitem(sys.modules, "a_host", codes)
+    stock.__module__ = "a_host"
+    context = OpContext(
+        Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
+    )
+    op = quantize_rows.build_cuda_convrot(stock, context)
+    weight = torch.randn(256)
+    acts: tuple[InputAct | None, ...] = (None, "rms_norm", "swiglu")
+    for act in acts:
+        asked.clear()
+        x = torch.randn(5, 256 * columns(act))
+        norm = (weight, rotating.EPS) if act == "rms_norm" else ()
+        for launched in (False, False, True):
+            launch = op.launch(DEVICE, x.dtype, 5, 256, act)
+            assert (launch is not None) is launched
+            q, scale = op.function(x, 256, 0, act, *norm)
+            right = stock(x, 256, 0, act, *norm)
+            assert torch.equal(q, right[0])
+            assert torch.equal(scale, right[1])
+        more = (weight.data_ptr(), rotating.EPS) if norm else ()
+        launch = op.launch(DEVICE, x.dtype, 5, 256, act)
+        assert launch is not None
+        q.zero_()
+        launch((x.data_ptr(), q.data_ptr(), scale.data_ptr(), *more), 0)
+        assert torch.equal(q, right[0])
+        # Two slices of the first use, and what the test asks three times.
+        assert asked == [(act, norm[1] if norm else 0.0)] * 5
+    assert breaker.snapshot() == ()
 
 
 def test_a_deactivated_quantizer_has_no_launch(quantizer: Quantizer) -> None:

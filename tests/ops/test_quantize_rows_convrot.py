@@ -10,9 +10,11 @@ import torch
 
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, Refused
+from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.ops import quantize_rows, watched
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
+from tests.kernels import test_quantize_rows_convrot as rotating
 from tests.kernels.test_quantize_rows_convrot import expected
 from tests.ops.test_quantize_rows import Op
 
@@ -71,7 +73,82 @@ def test_the_arguments_of_later_releases_at_their_defaults_are_ours(op: Op) -> N
     assert op.takes(torch.randn(3, K), 256, 0, None, None, 0.0)
     assert op.takes(torch.randn(3, K), 256, input_act_weight=None, input_act_eps=1e-6)
     assert not op.takes(torch.randn(3, K), 256, input_act_weight=torch.ones(K))
-    assert not op.takes(torch.randn(3, K), 256, 0, "rms_norm", torch.ones(K), 1e-6)
+
+
+def run_act(op: Op, act: str, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    norm = (weight, 1e-3) if act == "rms_norm" else ()
+    return op.function(x, 256, 0, act, *norm)
+
+
+def skip_without(op: Op, act: str) -> None:
+    from comfy_kitchen.backends import _activations
+
+    if act not in _activations.INPUT_ACT_TO_CODE:
+        assert not op.takes(torch.randn(3, 2 * K), 256, 0, act)
+        pytest.skip("this release does not have it")
+
+
+@pytest.mark.parametrize("act", INPUT_ACTS)
+def test_activations_are_ours(op: Op, act: InputAct) -> None:
+    skip_without(op, act)
+    x, weight = torch.randn(3, K * columns(act)), torch.randn(K)
+    q, scale = run_act(op, act, x, weight)
+    right = rotating.run_act(act, x, weight)
+    assert torch.equal(q, right[0])
+    assert torch.equal(scale, right[1][:, None])
+    assert op.calls == []
+
+
+def test_pairs_give_rows_of_half_the_columns_up_to_the_longest_of_stocks(op: Op) -> None:
+    q, scale = op.function(torch.randn(1, 32_768), 256, input_act="swiglu")
+    assert (q.shape, scale.shape, op.calls) == ((1, 16_384), (1, 1), [])
+    for wide in (K, 3 * K, 33_280):
+        assert not op.takes(torch.randn(1, wide), 256, input_act="swiglu")
+    assert op.takes(torch.randn(3, K), 256, input_act="none")
+
+
+@pytest.mark.parametrize(
+    ("m", "weight", "eps"),
+    [
+        (1, torch.ones(K), 1e-6),
+        (3, None, 1e-6),
+        (3, torch.ones(2 * K), 1e-6),
+        (3, torch.ones(1, K), 1e-6),
+        (3, torch.ones(K, device="meta"), 1e-6),
+        (3, torch.ones(K + 1)[1:], 1e-6),
+        (3, torch.ones(K, requires_grad=True), 1e-6),
+        (3, [1.0] * K, 1e-6),
+        (3, torch.ones(K), torch.tensor(1e-6)),
+        (3, torch.ones(K), None),
+    ],
+    ids=[
+        *("one row", "no weight", "long", "2-d", "elsewhere", "unaligned", "gradient", "a list"),
+        *("a tensor of eps", "no eps"),
+    ],
+)
+def test_other_norms_are_stocks(op: Op, m: int, weight: Any, eps: Any) -> None:
+    skip_without(op, "rms_norm")
+    assert not op.takes(torch.randn(m, K), 256, 0, "rms_norm", weight, eps)
+
+
+def test_a_weight_is_taken_in_the_dtype_of_x(op: Op) -> None:
+    skip_without(op, "rms_norm")
+    x, weight = torch.randn(3, K).half(), torch.randn(K)
+    q, scale = run_act(op, "rms_norm", x, weight)
+    right = rotating.run_act("rms_norm", x, weight.half())
+    assert torch.equal(q, right[0])
+    assert torch.equal(scale, right[1][:, None])
+    assert op.calls == []
+
+
+def test_an_activation_that_stocks_release_does_not_have_is_stocks(breaker: Breaker) -> None:
+    def stock(weight_2d: Any, group_size: int, seed: int = 0, input_act: Any = None) -> str:
+        return "stock"
+
+    context = OpContext(Settings(), breaker, RELEASES[-1], check_first=False)
+    function = quantize_rows.build_cuda_convrot(stock, context).function
+    assert function(torch.randn(3, 2 * K), 256, 0, "swiglu") == "stock"
+    assert function(torch.randn(3, 2 * K), 256, 0, "none") != "stock"
 
 
 @pytest.mark.parametrize(
@@ -84,13 +161,13 @@ def test_the_arguments_of_later_releases_at_their_defaults_are_ours(op: Op) -> N
         ((256, 7), {}),
         ((256, True), {}),
         ((256,), {"stochastic_rounding": 2**40}),
-        ((256, 0, "swiglu"), {}),
-        ((256,), {"input_act": "gelu_tanh"}),
-        ((256,), {"input_act": "none"}),
+        ((256, 7, "swiglu"), {}),
+        ((256,), {"input_act": "silu"}),
+        ((256,), {"input_act": 2}),
     ],
     ids=str,
 )
-def test_other_groups_seeds_and_activations_are_stocks(
+def test_other_groups_seeds_and_unknown_activations_are_stocks(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert not op.takes(torch.randn(3, K), *args, **kwargs)

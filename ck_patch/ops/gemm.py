@@ -74,7 +74,7 @@ class Int8Gemm:
         except Exception:
             # A tensor that does not answer, a sparse one for instance: stock will say.
             return False
-        plan = None if key is None else self._plan(key)
+        plan = None if key is None else self.plan(*key)
         return plan is not None and self.launch(plan, tensors, stream)
 
     def plan(
@@ -88,9 +88,7 @@ class Int8Gemm:
         residual: bool = False,
     ) -> Plan | None:
         """How our kernels do this GEMM, or None if it is stock's. Raises as `run` does."""
-        return self._plan((device, m, n, k, out_dtype, bias_dtype, residual))
-
-    def _plan(self, key: PlanKey) -> Plan | None:
+        key = (device, m, n, k, out_dtype, bias_dtype, residual)
         try:
             return self._plans[key]
         except KeyError:
@@ -103,7 +101,7 @@ class Int8Gemm:
             found = self._plans[key] = self._planner.decide(key)
             return found
         except Exception as error:
-            self._failed(error, key[0])
+            self._failed(error, device)
             return None
 
     def ready(self, plan: Plan) -> bool:

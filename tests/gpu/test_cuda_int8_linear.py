@@ -13,6 +13,7 @@ import ck_patch
 from ck_patch import log, patcher
 from tests.gpu.conftest import Record
 from tests.gpu.test_memory import peak
+from tests.gpu.test_triton_backend import bf16, layer, windows
 
 pytestmark = pytest.mark.gpu
 
@@ -313,6 +314,22 @@ def test_no_form_needs_more_memory_than_with_stock(record: Record) -> None:
     more = {name: ours[name] - theirs[name] for name in forms if ours[name] > theirs[name]}
     record.add("int8_linear_peak", forms=len(forms), more=more)
     assert more == {}
+
+
+@pytest.mark.parametrize("convrot", [False, True])
+def test_a_gated_activation_beyond_2_31_elements_is_right(convrot: bool) -> None:
+    from comfy_kitchen.backends import cuda
+
+    m, k, n = 74_899, 14_336, 128
+    x, given = bf16(m, 2 * k), {**layer(n, k), "input_act": "swiglu", "convrot": convrot}
+    ours = [cuda.int8_linear(x=x, **given) for _ in range(3)]  # By the functions, and by addresses.
+    ck_patch.disable()
+    try:
+        for rows in windows(m, 2 * k):
+            theirs = cuda.int8_linear(x=x[rows], **given)
+            assert all(torch.equal(out[rows], theirs) for out in ours), rows
+    finally:
+        ck_patch.enable()
 
 
 def test_through_the_registry_torch_ops_and_a_cuda_graph() -> None:

@@ -616,14 +616,14 @@ def test_results_with_a_residual_are_compared_with_the_entry_that_adds_it() -> N
     from ck_patch.ops.quantized_linear import _reference
     from ck_patch.releases import RELEASES
 
-    called: list[int] = []
+    called: list[tuple[str, int]] = []
 
     def entry(*args: Any) -> bool:
-        called.append(len(args))
+        called.append(("plain", len(args)))
         return True
 
     def residual_entry(*args: Any) -> bool:
-        called.append(len(args))
+        called.append(("adding", len(args)))
         return True
 
     context = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=False)
@@ -632,4 +632,4 @@ def test_results_with_a_residual_are_compared_with_the_entry_that_adds_it() -> N
     both = _reference(entry, residual_entry, context)
     assert both(plain, 7)
     assert both(adding, 7)
-    assert called == [8, 10]
+    assert called == [("plain", 8), ("adding", 10)]

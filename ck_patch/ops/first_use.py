@@ -7,20 +7,33 @@ from collections.abc import Callable
 
 import torch
 
+from ck_patch.forks import ForkSafe
 from ck_patch.ops import capture_mode
 
 
-class FirstUse:
-    """Proves the kernels of one op, one at a time."""
+class _Triton(ForkSafe):
+    """Whose compiler and interpreter are for one thread at a time."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def _start(self) -> None:
+        # Six threads that compiled at once got "AST constructor recursion depth mismatch" out of
+        # Python 3.11.7, once in 150 kernels. What a kernel is compared with may compile as well.
+        self.alone = threading.RLock()
+
+
+_triton = _Triton()
+
+
+class FirstUse(ForkSafe):
+    """Proves the kernels of one op, on each device one at a time."""
+
+    def _start(self) -> None:
+        self._locks: dict[int, threading.Lock] = {}
 
     def possible(self, device: int) -> bool:
         """Whether `prove` would run now, as far as that can be told beforehand."""
         if device < 0:
             return True
-        return not (self._lock.locked() or torch.cuda.is_current_stream_capturing())
+        return not (self._of(device).locked() or torch.cuda.is_current_stream_capturing())
 
     def prove(
         self, device: int, stream: int, run: Callable[[], None], fault: Callable[[], str | None]
@@ -28,24 +41,30 @@ class FirstUse:
         """Call `run` and then `fault` on that raw stream; whether it did, and what `fault` found.
 
         It does not under graph capture, which forbids to compile, to load a module and to compare,
-        nor while another thread proves a kernel: stock is quicker than to wait for it. For the
+        nor while another thread proves a kernel on that device: stock is quicker than to wait for
+        it. For a compilation on another device it does wait: its own would take as long. For the
         interpreter (device -1) there is nothing to prove: stock refuses CPU tensors.
         """
         if device < 0:
-            with self._lock:  # The interpreter is not made for threads.
+            with _triton.alone:
                 run()
             return True, None
-        if not self._lock.acquire(blocking=False):
+        lock = self._of(device)
+        if not lock.acquire(blocking=False):
             return False, None
         try:
             with torch.cuda.stream(stream_of(stream, device)):
                 if torch.cuda.is_current_stream_capturing():
                     return False, None
-                with capture_mode.relaxed():  # Another thread may capture.
+                # Another thread may capture.
+                with _triton.alone, capture_mode.relaxed():
                     run()
                     return True, fault()
         finally:
-            self._lock.release()
+            lock.release()
+
+    def _of(self, device: int) -> threading.Lock:
+        return self._locks.setdefault(device, threading.Lock())
 
 
 def stream_of(pointer: int, device: int) -> torch.cuda.Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -87,24 +86,20 @@ class Breaker:
     """Which operations stay on stock on which devices; one per process, shared by all ops."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reasons: dict[tuple[str, Hashable], str] = {}
+        # Without a lock: no step of a dict's own leaves room for another thread.
+        self._open: dict[tuple[str, Hashable], OpenBreaker] = {}
 
     def reason(self, operation: str, device: Hashable) -> str | None:
-        """Why the operation stays on stock there, or None; one look-up, no lock."""
-        return self._reasons.get((operation, device))
+        """Why the operation stays on stock there, or None; one look-up."""
+        entry = self._open.get((operation, device))
+        return None if entry is None else entry.reason
 
     def open(self, operation: str, device: Hashable, reason: str) -> bool:
         """Keep the operation on stock there. True for the call that opened it: the first reason
         stands, and its caller is the one to log it."""
-        with self._lock:
-            if (operation, device) in self._reasons:
-                return False
-            self._reasons[operation, device] = reason
-            return True
+        mine = OpenBreaker(operation, str(device), reason)
+        return self._open.setdefault((operation, device), mine) is mine
 
     def snapshot(self) -> tuple[OpenBreaker, ...]:
         """Everything that is open, in the order of opening."""
-        with self._lock:
-            reasons = dict(self._reasons)
-        return tuple(OpenBreaker(op, str(device), why) for (op, device), why in reasons.items())
+        return tuple(self._open.copy().values())

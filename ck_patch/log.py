@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 _logger = logging.getLogger("ck_patch")
 # CK_PATCH_LOG to the level of the logger. It has no handler of its own: the host shows what
 # reaches the root logger, at INFO.
 _LEVELS = {"off": logging.CRITICAL + 1, "info": logging.INFO, "path": logging.DEBUG}
 
-_seen: set[tuple[str, str]] = set()
-_lock = threading.Lock()
+# By kind and key, whose call came first. No lock: a child that was forked while another thread
+# held it would hang at its first line.
+_seen: dict[tuple[str, str], object] = {}
 
 
 def configure(level: str) -> None:
@@ -46,8 +46,5 @@ def path(message: str) -> None:
 
 
 def _first(kind: str, key: str) -> bool:
-    with _lock:
-        if (kind, key) in _seen:
-            return False
-        _seen.add((kind, key))
-        return True
+    mine = object()
+    return _seen.setdefault((kind, key), mine) is mine

@@ -16,6 +16,7 @@ import ck_patch
 from ck_patch import guard, log, releases, settings, table
 from ck_patch.breaker import Breaker, OpenBreaker
 from ck_patch.context import Factory, Function, OpContext, Refused, Replacement
+from ck_patch.forks import ForkSafe
 from ck_patch.slots import SLOTS, Binding, Slot
 from ck_patch.tuner import Tuner
 
@@ -86,17 +87,21 @@ class _Patch:
         return guard.objection(self.slot, live, signature) is not None
 
 
-class Patcher:
+class Patcher(ForkSafe):
     """Brings the slots of this process in line with the settings and back to stock."""
 
     def __init__(self, slots: Sequence[Slot] = SLOTS) -> None:
+        super().__init__()
         self._slots = slots
-        self._lock = threading.RLock()
         self._breaker = Breaker()
         self._tuners: dict[tuple[str, str | None], Tuner] = {}
         self._wanted: settings.Settings | None = None
         self._patches: dict[str, _Patch] = {}
         self._refusals: dict[str, str] = {}
+
+    def _start(self) -> None:
+        # A handler of log lines may ask for the status.
+        self._lock = threading.RLock()
 
     def enable(self) -> None:
         """Patch every slot that the settings want and the guard allows; never raises.

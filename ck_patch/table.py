@@ -13,6 +13,7 @@ from pathlib import Path
 from ck_patch import cache_dir, file_lock, files, log, table_file
 from ck_patch.device import DeviceProfile
 from ck_patch.environment import Environment, differences, environment, table_name
+from ck_patch.forks import ForkSafe
 from ck_patch.table_file import Entry
 
 __all__ = ["Entry", "Table", "for_device"]
@@ -30,7 +31,7 @@ def for_device(profile: DeviceProfile, configured: str | None) -> Table:
     return Table(folder and folder / table_name(here), here)
 
 
-class Table:
+class Table(ForkSafe):
     """Entries by key, in memory and in one file, which many processes may share.
 
     The file is read at the first use. What is put is saved some seconds later by a thread of its
@@ -41,17 +42,16 @@ class Table:
     """
 
     def __init__(self, path: Path | None, environment: Environment) -> None:
+        super().__init__()
         self._path = path
         self._environment = dict(environment)
         self._entries: dict[str, Entry] | None = None
-        self._start()
         _tables.add(self)
 
     def _start(self) -> None:
-        """Begin with nothing to save, and with locks that nobody holds."""
+        super()._start()  # The lock of the other three; never held while a file is written.
         self._unsaved: dict[str, Entry] = {}
         self._timer: threading.Timer | None = None
-        self._lock = threading.Lock()  # Of the three above; never held while a file is written.
         self._saving = threading.Lock()
 
     def get(self, key: str) -> Entry | None:
@@ -183,12 +183,3 @@ _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 def _save_all() -> None:
     for table in list(_tables):
         table.save()
-
-
-def _start_in_child() -> None:
-    for table in list(_tables):
-        table._start()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_in_child)

@@ -4,8 +4,9 @@ times come in, a choice goes out."""
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
+
+from ck_patch.forks import ForkSafe
 
 SAMPLES = 7
 """Times that a candidate gets before it is chosen: the median of so many stands three outliers."""
@@ -25,7 +26,7 @@ _PATIENCE = 8
 _LONGEST_PAUSE = 1024
 
 
-class Trial:
+class Trial(ForkSafe):
     """The candidates of one key, by name, each given a few of the calls.
 
     `names` has the one to start with first; "stock" may be among them and wins ties. Calls take
@@ -33,10 +34,10 @@ class Trial:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
         self.names = tuple(names)
         self.winner: str | None = None
         """The choice, once it is made."""
-        self._lock = threading.Lock()
         self._times: dict[str, list[float]] = {name: [] for name in names}
         self._running = dict.fromkeys(names, 0)
         self._alive = list(names)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from ck_patch import candidates, log, table
 from ck_patch.candidates import Candidate, Candidates
 from ck_patch.device import DeviceProfile
+from ck_patch.forks import ForkSafe
 from ck_patch.route import GemmCall
 from ck_patch.table import Entry, Table
 from ck_patch.trial import Trial
@@ -15,7 +15,7 @@ from ck_patch.trial import Trial
 TableFor = Callable[[DeviceProfile], Table]
 
 
-class Tuner:
+class Tuner(ForkSafe):
     """The trials and the tables of one process, shared by its ops.
 
     `mode` is the value of CK_PATCH_TUNE: "auto" measures, "frozen" uses what was measured before,
@@ -24,9 +24,9 @@ class Tuner:
     """
 
     def __init__(self, mode: str = "off", table_for: TableFor | None = None) -> None:
+        super().__init__()
         self._mode = mode
         self._table_for = table_for or (lambda gpu: table.for_device(gpu, None))
-        self._lock = threading.Lock()
         self._tables: dict[DeviceProfile, Table] = {}
         self._trials: dict[tuple[int, str], Trial] = {}
         # What the table was given: the choice, and whether that was the last word.

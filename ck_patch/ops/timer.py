@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from ck_patch.forks import ForkSafe
 
 # Where the GPU had nothing to do before, the time between the events holds the host's time to
 # launch. So much of the whole is taken for none.
@@ -27,14 +28,14 @@ class _Span:
     """Microseconds by which the time may be too long."""
 
 
-class EventTimer:
+class EventTimer(ForkSafe):
     """Times by CUDA events, on one device.
 
     Event objects are used again: there are as many as spans under way.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._spans: list[_Span] = []
         self._free: list[torch.cuda.Event] = []
 

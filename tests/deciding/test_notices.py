@@ -16,7 +16,7 @@ from ck_patch.route import BACKENDS, Backend, device_path
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget which lines were written."""
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "_seen", {})
     log.configure("info")
     yield
     log.configure("info")

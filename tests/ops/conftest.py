@@ -19,7 +19,7 @@ __all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_runtest_setup"
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget which lines were written, and write what CK_PATCH_LOG=info does."""
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "_seen", {})
     log.configure("info")
     yield
     log.configure("info")

@@ -89,7 +89,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget which lines were written, and end at the default level."""
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "_seen", {})
     yield
     log.configure("info")
 

@@ -12,7 +12,7 @@ from ck_patch import log, table
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(log, "_seen", set())
+    monkeypatch.setattr(log, "_seen", {})
     monkeypatch.setattr(table, "_DELAY", 3600.0)
     log.configure("info")
     yield

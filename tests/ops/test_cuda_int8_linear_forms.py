@@ -146,6 +146,7 @@ class Side:
 
         release = release_for(Version(metadata.version("comfy-kitchen")))
         assert release is not None
+        self.release = release
         self.op: Any = build(noted, OpContext(Settings(), breaker, release, check_first=False))
         on_cpu(self.op)
 
@@ -450,6 +451,27 @@ def test_where_both_kernels_are_proven_they_are_launched_by_addresses(
     assert side.given_to_stock == []
     assert out.shape == expected.shape
     assert torch.equal(reference.bits(out), reference.bits(expected))
+
+
+@pytest.mark.parametrize("act", ["none", *ACTS])
+def test_our_rotating_quantizer_takes_the_call_as_it_is_made(
+    side: Side, act: str, monkeypatch: pytest.MonkeyPatch, breaker: Breaker
+) -> None:
+    from ck_patch.ops.quantize_rows import build_cuda_convrot
+
+    given = activated(act, convrot=True, dtype=torch.float32)
+    side.needs(given)
+    expected = side.stock(**given)
+    stock = side.host.quantize_int8_rowwise_convrot64
+    quantizer = build_cuda_convrot(
+        stock, OpContext(Settings(), breaker, side.release, check_first=False)
+    )
+    monkeypatch.setattr(side.host, "quantize_int8_rowwise_convrot64", quantizer.function)
+    side.extension.called.clear()
+    out = side.op.function(**given)
+    assert (side.extension.called, side.given_to_stock) == ([], [])
+    # Its kernels have the GPU's functions, which the interpreter stands in for.
+    torch.testing.assert_close(out, expected, rtol=0.01, atol=0.5)
 
 
 def test_a_rotation_in_two_steps_is_no_launch_by_addresses(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-Failure = Literal["sticky", "memory", "other"]
+Failure = Literal["sticky", "memory", "caller", "other"]
 
 # Code and text of the CUDA errors after which, says cuda.h, any further CUDA work in the process
 # returns the same error, and of the two whose context is beyond use (214, 709). The driver and the
@@ -35,7 +35,11 @@ _STICKY = MappingProxyType(
 )
 _STICKY_TEXTS = tuple(_STICKY.values())
 _OUT_OF_MEMORY = 2
-_OUT_OF_MEMORY_TEXT = "out of memory"
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "cublas_status_alloc_failed")
+
+# What torch raises on behalf of a switch of the caller's: set_sync_debug_mode("error"), which the
+# comparison of a first result meets, and use_deterministic_algorithms(True).
+_SWITCHED = ("called a synchronizing cuda operation", "deterministic behavior was enabled")
 
 # How torch, torch around the driver API, and Triton introduce such a text. The same words without
 # one of these may come from anywhere, an argument check for instance.
@@ -47,6 +51,8 @@ def classify(error: BaseException) -> Failure:
 
     "sticky": the CUDA context is dead, so stock cannot help and the error belongs to the caller.
     "memory": this call did not fit; stock may, and so may our next call.
+    "caller": what the caller set or did is in the way of this call and not of the next: a full
+    stack, a switch of torch's, warnings that are errors.
     "other": our path is broken and stock is not.
     """
     if isinstance(error, (MemoryError, *_torch_errors("OutOfMemoryError"))):
@@ -57,14 +63,32 @@ def classify(error: BaseException) -> Failure:
             return "sticky"
         if code == _OUT_OF_MEMORY:
             return "memory"
-    text = str(error).lower()
+    if isinstance(error, (RecursionError, Warning)):
+        return "caller"
+    text = text_of(error).lower()
+    if text.startswith(_SWITCHED):
+        return "caller"
     for mark in _MARKS:
         _, found, cause = text.partition(mark)
         if found and cause.startswith(_STICKY_TEXTS):
             return "sticky"
-        if found and cause.startswith(_OUT_OF_MEMORY_TEXT):
+        if found and cause.startswith(_OUT_OF_MEMORY_TEXTS):
             return "memory"
     return "other"
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says; nothing where asking raises, as one of the caller's may."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def describe(error: BaseException) -> str:
+    """The class and the first line of an error, for a reason or a log line."""
+    lines = text_of(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _torch_errors(name: str) -> tuple[type[BaseException], ...]:

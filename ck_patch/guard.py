@@ -14,6 +14,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from ck_patch import releases
+from ck_patch.breaker import describe
 from ck_patch.context import Function
 from ck_patch.slots import Slot
 
@@ -44,12 +45,6 @@ class Match:
     stock: Function | None
     owners: tuple[object, ...]
     reason: str
-
-
-def describe(error: BaseException) -> str:
-    """The class and the first line of an error, for a reason or a log line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def examine_host() -> Host:

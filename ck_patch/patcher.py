@@ -14,7 +14,7 @@ from typing import Literal
 
 import ck_patch
 from ck_patch import guard, log, releases, settings, table
-from ck_patch.breaker import Breaker, OpenBreaker
+from ck_patch.breaker import Breaker, OpenBreaker, describe
 from ck_patch.context import Factory, Function, OpContext, Refused, Replacement
 from ck_patch.forks import ForkSafe
 from ck_patch.slots import SLOTS, Binding, Slot
@@ -126,7 +126,7 @@ class Patcher(ForkSafe):
                 except Refused as error:
                     refusal = str(error)
                 except guard.BROKEN as error:
-                    refusal = f"patching failed ({guard.describe(error)})"
+                    refusal = f"patching failed ({describe(error)})"
                 self._refusals[slot.name] = refusal
                 if host.path is not None and wanted.wants(slot.name):
                     outcome = f"stays on stock: {refusal}" if refusal else f"patched, {host.reason}"
@@ -249,7 +249,7 @@ class Patcher(ForkSafe):
                 owner = entry.binding.find_owner()
                 live = getattr(owner, entry.binding.attribute, None)
             except guard.BROKEN as error:
-                return "stock", f"{entry.binding} cannot be looked at ({guard.describe(error)})"
+                return "stock", f"{entry.binding} cannot be looked at ({describe(error)})"
             if live is entry.ours:
                 continue
             if owner is entry.owner and patch.is_covered_by(entry, live):
@@ -272,7 +272,7 @@ def _plan(slot: Slot, wanted: settings.Settings, host: guard.Host) -> _Plan | st
     try:
         factory: Factory = getattr(importlib.import_module(module), name)
     except guard.BROKEN as error:
-        return f"its op cannot be loaded ({guard.describe(error)})"
+        return f"its op cannot be loaded ({describe(error)})"
     return _Plan(factory, wanted, host.release, host.check_first)
 
 

@@ -15,6 +15,7 @@ from ck_patch import device, guard, route, settings, tiles
 from ck_patch.bench import cases, sides
 from ck_patch.bench.cases import Call, Layer
 from ck_patch.bench.rows import QUANTIZERS, Row, Timing
+from ck_patch.breaker import describe
 from ck_patch.kernels.launch import Operands
 from ck_patch.measure import Function, replayed
 from ck_patch.prerequisites import breakers
@@ -75,7 +76,7 @@ class _Bench:
         except torch.OutOfMemoryError:
             self.found.skipped[name] = "does not fit in this GPU's memory"
         except Exception as error:
-            self.found.problems.append(f"{name} failed: {guard.describe(error)}")
+            self.found.problems.append(f"{name} failed: {describe(error)}")
         finally:
             ck_patch.enable()
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import ck_patch
-from ck_patch import device, guard, preview, route, settings, tables
+from ck_patch import device, preview, route, settings, tables
+from ck_patch.breaker import describe
 from ck_patch.demo.slot import PROMISED_UNITS, Inputs
 from ck_patch.measure import graph_times, replayed
 from ck_patch.prerequisites import breakers
@@ -108,7 +109,7 @@ def _row(model: str, shape: Shape) -> Row:
             return row
         return dataclasses.replace(row, problem="does not fit in this GPU's memory", equal=None)
     except Exception as error:
-        problem = row.problem or f"failed: {guard.describe(error)}"
+        problem = row.problem or f"failed: {describe(error)}"
         return dataclasses.replace(row, problem=problem, equal=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ck_patch import log
-from ck_patch.breaker import Breaker, classify
+from ck_patch.breaker import Breaker, classify, describe, text_of
 
 
 class Failures:
@@ -37,14 +37,14 @@ class Failures:
         failure = classify(error)
         if failure == "sticky":
             raise error
-        if failure == "memory":
+        if failure != "other":
+            why = "out of memory" if failure == "memory" else describe(error)
             log.once(
-                f"{self._operation} memory",
-                f"{self._operation}: out of memory, this call goes to stock",
+                f"{self._operation} {failure}",
+                f"{self._operation}: {why}, this call goes to stock",
             )
             return False
-        lines = str(error).strip().splitlines() or [""]
-        self.open(device, f"{type(error).__name__}: {lines[0]}")
+        self.open(device, describe(error))
         return True
 
     def open(self, device: int, reason: str) -> None:
@@ -65,7 +65,7 @@ def hand_over(operation: str, error: Exception) -> None:
         raise error
     name = type(error).__name__
     calls = "this call goes" if failure == "memory" else "such calls go"
-    log.once(f"{operation} {name}", f"{operation}: {name}, {calls} to stock ({error})")
+    log.once(f"{operation} {name}", f"{operation}: {name}, {calls} to stock ({text_of(error)})")
 
 
 def decline(operation: str, x: object) -> None:

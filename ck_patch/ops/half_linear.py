@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from ck_patch import half_ways, log
-from ck_patch.breaker import Breaker, classify
+from ck_patch.breaker import Breaker, classify, describe
 from ck_patch.device import interpreting, profile
 from ck_patch.half_ways import HalfCall, Means, Way
 from ck_patch.ops.dequantized_linear import dequantized_linear, has_out_dtype, rows_in_place
@@ -64,8 +64,7 @@ class HalfLinear:
         except Exception as error:
             if classify(error) != "other":
                 raise
-            lines = str(error).strip().splitlines() or [""]
-            self._give_up(device, f"{type(error).__name__}: {lines[0]}")
+            self._give_up(device, describe(error))
             out = None
         return call.plain() if out is None else out
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ck_patch import candidates, route
-from ck_patch.breaker import classify
+from ck_patch.breaker import classify, describe
 from ck_patch.candidates import STOCK, STOCK_CONFIGS, Candidate
 from ck_patch.device import DeviceProfile
-from ck_patch.guard import describe
 from ck_patch.route import GemmCall
 from ck_patch.table_file import Entry
 from ck_patch.trial import Trial

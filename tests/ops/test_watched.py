@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ck_patch.breaker import Breaker
@@ -40,6 +41,20 @@ def in_a_mode(f: Function, x: torch.Tensor) -> torch.Tensor:
         return f(x)
 
 
+class FunctionMode(TorchFunctionMode):
+    """One that has no use for a function that ours calls and stock does not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.fill_:
+            raise TypeError("fill_ is not for this mode")
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_function_mode(f: Function, x: torch.Tensor) -> torch.Tensor:
+    with FunctionMode():
+        return f(x)
+
+
 def dual(f: Function, x: torch.Tensor) -> torch.Tensor:
     with forward_ad.dual_level():
         out: torch.Tensor = forward_ad.unpack_dual(
@@ -56,6 +71,7 @@ WATCHERS: dict[str, Callable[[Function, torch.Tensor], Any]] = {
     "make_fx": lambda f, x: make_fx(f)(x)(x),
     "jit.trace": lambda f, x: torch.jit.trace(f, (x,), check_trace=False)(x),
     "a mode": in_a_mode,
+    "a function mode": in_a_function_mode,
     "compile": lambda f, x: torch.compile(f, fullgraph=True, backend="eager")(x),
 }
 every_watcher = pytest.mark.parametrize("watch", WATCHERS.values(), ids=WATCHERS.keys())
@@ -94,6 +110,14 @@ def test_a_linear_and_the_quantizer_that_it_calls_are_stocks(
     assert torch.equal(watch(lambda x: bench.rows.function(x)[0], x), q)
     assert torch.equal(watch(lambda x: bench.rows.function(x)[1], x), scale)
     assert breaker.snapshot() == ()
+
+
+def test_a_default_device_is_no_watcher() -> None:
+    with torch.device("cpu"):
+        assert not watched.watched()
+        with FunctionMode(), torch.device("cpu"):
+            assert watched.watched()
+        assert not watched.watched()
 
 
 def test_the_quantizer_is_stocks_where_stock_calls_it_in_a_transform(eager: Bench) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ck_patch.breaker import Breaker, OpenBreaker, classify
+from ck_patch.breaker import Breaker, OpenBreaker, classify, describe
 
 TORCH_TAIL = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
@@ -71,6 +71,7 @@ def test_another_cuda_error_is_not_sticky(text: str, cause: str) -> None:
         RuntimeError("CUDA error: out of memory" + TORCH_TAIL),
         RuntimeError("CUDA driver error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_out_of_memory_is_told_from_a_broken_path(error: Exception) -> None:
@@ -100,6 +101,39 @@ def test_out_of_memory_is_told_from_a_broken_path(error: Exception) -> None:
 )
 def test_anything_else_is_a_broken_path(error: Exception) -> None:
     assert classify(error) == "other"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RecursionError("maximum recursion depth exceeded"),
+        DeprecationWarning("ast.Num is deprecated"),
+        RuntimeError("called a synchronizing CUDA operation"),
+        RuntimeError(
+            "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms"
+            "(True)` or `at::Context::setDeterministicAlgorithms(true)`, but this operation is not"
+        ),
+    ],
+)
+def test_what_the_caller_set_or_did_is_told_from_a_broken_path(error: Exception) -> None:
+    assert classify(error) == "caller"
+
+
+class Mute(Exception):
+    """One of a caller's that cannot even be read."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_is_described_by_its_class_and_first_line() -> None:
+    assert describe(OSError("one\ntwo")) == "OSError: one"
+    assert describe(RuntimeError()) == "RuntimeError"
+
+
+def test_an_error_that_cannot_be_read_is_classified_and_described_all_the_same() -> None:
+    assert classify(Mute()) == "other"
+    assert describe(Mute()) == "Mute"
 
 
 @pytest.fixture

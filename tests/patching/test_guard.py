@@ -167,8 +167,3 @@ def test_a_python_function_from_elsewhere_is_another_patchers(host: FakeHost) ->
 def test_a_slot_that_the_release_does_not_have_is_refused(host: FakeHost) -> None:
     bare = Release("2.0", bias_dtype="output", signatures={})
     assert guard.examine_slot(COMPUTE, bare).reason == "not known for comfy-kitchen 2.0 and later"
-
-
-def test_an_error_is_described_by_its_class_and_first_line() -> None:
-    assert guard.describe(OSError("one\ntwo")) == "OSError: one"
-    assert guard.describe(RuntimeError()) == "RuntimeError"

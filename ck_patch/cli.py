@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import ck_patch
-from ck_patch import shapes
+from ck_patch import files, shapes
 
 T = TypeVar("T")
 
@@ -218,16 +218,9 @@ def _file(text: str) -> Path:
     """A file that can be written: found out now and not after minutes of measuring."""
     path = Path(text)
     try:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
-        is_there = path.exists()
-        # Opening a pipe and closing it again would look like the end to its reader.
-        if path.is_file() or not is_there:
-            path.open("a").close()
-        if not is_there:
-            path.unlink()
+        files.check(path)
     except OSError as error:
-        reason = f"{text} cannot be written ({error.strerror})"
+        reason = f"{text} cannot be written ({files.reason(error)})"
         raise argparse.ArgumentTypeError(reason) from None
     return path
 

@@ -54,11 +54,10 @@ def patch() -> None:
 
 def stamped(command: str) -> dict[str, str | None]:
     """The stamp of this run, printed as its first line."""
-    from ck_patch.stamp import stamp
+    from ck_patch.stamp import facts, stamp
 
     found = stamp()
-    facts = ", ".join(f"{name} {text}" for name, text in found.items() if text)
-    print(f"ck_patch {command}: {facts}", flush=True)
+    print(f"ck_patch {command}: {facts(found)}", flush=True)
     return found
 
 

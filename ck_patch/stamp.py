@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def stamp() -> dict[str, str | None]:
         "ck_patch": ck_patch.__version__,
         "commit": os.environ.get("GIT_COMMIT") or _commit(),
     }
+
+
+def facts(stamp: Mapping[str, str | None]) -> str:
+    """What is known of a stamp, in one line."""
+    return ", ".join(f"{name} {text}" for name, text in stamp.items() if text)
 
 
 def _version(distribution: str) -> str | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ck_patch import files, prerequisites, settings
+from ck_patch import prerequisites, results, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.shapes import Sets, unique
 
 
 def run(sets: Sets, quick: bool, *, json_path: Path | None, plot_path: Path | None) -> int:
     """Measure the shapes, the first of each set alone if `quick`, print tables and write the files;
-    1 if a result differs from stock's or nothing can be measured."""
+    1 if a result differs from stock's, or nothing can be measured or a file not be written."""
     try:
         return _run(sets, quick, json_path, plot_path)
     except Missing as reason:
@@ -31,28 +32,23 @@ def _run(sets: Sets, quick: bool, json_path: Path | None, plot_path: Path | None
     os.environ.setdefault(settings.TUNE.name, "frozen")
     prerequisites.patch()
     stamp = prerequisites.stamped("bench")
-    from ck_patch.bench import measuring, show
+    from ck_patch.bench import measuring, plot, show
 
     wanted = {name: shapes[:1] for name, shapes in sets.items()} if quick else sets
     found = measuring.measure(unique(wanted))
     show.show(found.rows)
-    if json_path is not None:
-        files.write_json(json_path, document(stamp, found))
-    if plot_path is not None:
-        from ck_patch.bench import plot
-
-        title = ", ".join(f"{name} {text}" for name, text in stamp.items() if text)
-        files.write(plot_path, plot.draw(found.rows, title, plot_path.suffix))
+    draw = partial(plot.draw, found.rows)
+    unwritten = results.write(document(stamp, found), json_path, plot_path, draw)
     print()
     for name, reason in found.skipped.items():
         print(f"{name}: skipped, {reason}")
-    for problem in found.problems:
+    for problem in (*found.problems, *unwritten):
         print(f"ck_patch bench: {problem}", file=sys.stderr)
     if found.problems or not found.rows:
         print("NOT every result was as promised.")
         return 1
     print(f"All {len(found.rows)} rows are equal to stock.")
-    return 0
+    return 1 if unwritten else 0
 
 
 def document(stamp: dict[str, str | None], found: Any) -> dict[str, Any]:

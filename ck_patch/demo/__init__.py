@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ck_patch import activation, files, prerequisites
+from ck_patch import activation, prerequisites, results
 from ck_patch.prerequisites import Missing
 from ck_patch.shapes import Shape
 
@@ -53,10 +53,11 @@ def _run(json_path: Path | None, shapes: Sequence[Shape] | None) -> int:
         result = gpu.run(shapes)
     else:
         result = interpreter.run(shapes)
-    if json_path is not None:
-        files.write_json(json_path, {"stamp": measured, **result})
+    unwritten = results.write({"stamp": measured, **result}, json_path)
+    for problem in unwritten:
+        print(f"ck_patch demo: {problem}", file=sys.stderr)
     print(f"\n{_conclusion(result)}")
-    return 0 if result["ok"] else 1
+    return 0 if result["ok"] and not unwritten else 1
 
 
 def _conclusion(result: Mapping[str, Any]) -> str:

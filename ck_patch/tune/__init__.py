@@ -7,10 +7,11 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ck_patch import files, prerequisites, settings
+from ck_patch import files, prerequisites, results, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.route import GemmCall
 from ck_patch.shapes import Sets, unique
@@ -34,8 +35,8 @@ def run(
     """Measure the shapes with bfloat16 output, or what the table has met if there are none, keep
     the choices, print a table and write the files.
 
-    1 if a candidate fails or differs from stock, or nothing can be measured or kept. `budget` is in
-    seconds.
+    1 if a candidate fails or differs from stock, nothing can be measured, or something not be
+    saved. `budget` is in seconds.
     """
     return _told(lambda: _run(sets, bias, budget, json_path, plot_path))
 
@@ -117,19 +118,13 @@ def _run(
     calls = _calls(sets, bias, known)
     found = _swept(calls, budget, table, known)
     # Before anything else can fail.
-    if not table.save():
-        found.problems.append("the choices could not be saved")
-    from ck_patch.tune import show
+    unsaved = [] if table.save() else ["the choices could not be saved"]
+    from ck_patch.tune import plot, show
 
     show.show(found.rows)
-    if json_path is not None:
-        files.write_json(json_path, document(stamp, found))
-    if plot_path is not None:
-        from ck_patch.tune import plot
-
-        title = ", ".join(f"{name} {text}" for name, text in stamp.items() if text)
-        files.write(plot_path, plot.draw(found.rows, title, plot_path.suffix))
-    return _concluded(found, budget)
+    draw = partial(plot.draw, found.rows)
+    unsaved += results.write(document(stamp, found), json_path, plot_path, draw)
+    return _concluded(found, budget, unsaved)
 
 
 def _calls(sets: Sets | None, bias: bool, known: Mapping[str, Entry]) -> list[GemmCall]:
@@ -171,7 +166,7 @@ def _swept(
         return sweep(calls, budget, known=known, done=done)
 
 
-def _concluded(found: Found, budget: float | None) -> int:
+def _concluded(found: Found, budget: float | None, unsaved: Sequence[str]) -> int:
     print()
     for name, reason in found.skipped.items():
         print(f"{name}: skipped, {reason}")
@@ -179,7 +174,7 @@ def _concluded(found: Found, budget: float | None) -> int:
         text = "" if budget is None else f" within {budget:g} s"
         print(f"Not reached{text}: {', '.join(found.left)}")
     _print_unused()
-    for problem in found.problems:
+    for problem in (*found.problems, *unsaved):
         print(f"ck_patch tune: {problem}", file=sys.stderr)
     if found.problems:
         print("NOT every result was as promised.")
@@ -188,10 +183,10 @@ def _concluded(found: Found, budget: float | None) -> int:
         print("Nothing was measured.")
         return 1
     print(
-        f"All candidates of {_many(len(found.rows), 'call')} are equal to stock; the choices are "
-        "saved, and count from the next start on."
+        f"All candidates of {_many(len(found.rows), 'call')} are equal to stock"
+        + ("." if unsaved else "; the choices are saved, and count from the next start on.")
     )
-    return 0
+    return 1 if unsaved else 0
 
 
 def _print_unused() -> None:
@@ -207,7 +202,7 @@ def _export(path: Path) -> int:
     try:
         count = table.export(path)
     except OSError as error:
-        raise Missing(f"{path} cannot be written ({error.strerror or error})") from None
+        raise Missing(f"{path} cannot be written ({files.reason(error)})") from None
     print(f"{_many(count, 'choice')} of {_gpu().name} written to {path}.")
     return 0
 
@@ -217,7 +212,7 @@ def _import(path: Path) -> int:
     try:
         count = table.import_(path)
     except OSError as error:
-        raise Missing(f"{path} cannot be read ({error.strerror or error})") from None
+        raise Missing(f"{path} cannot be read ({files.reason(error)})") from None
     except ValueError as error:
         raise Missing(str(error)) from None
     if not table.save():

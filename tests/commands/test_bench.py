@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ck_patch import cli, files, shapes
+from ck_patch import cli, shapes
 from ck_patch.bench import document
 from ck_patch.bench.rows import Row, means
 from tests.commands import running
@@ -221,39 +218,6 @@ def test_the_rows_become_a_picture(tmp_path: Path, suffix: str, magic: bytes) ->
         done = running.python("-c", script, suffix, op, str(file))
         assert done.returncode == 0, done.stderr
         assert file.read_bytes().startswith(magic)
-
-
-def test_a_file_is_replaced_at_once_or_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "bench.json"
-    files.write_json(file, {"rows": [1]})
-    assert json.loads(file.read_text(encoding="utf-8")) == {"rows": [1]}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        files.write_json(file, {"rows": [float("nan")]})
-
-    def full(path: Path, content: bytes) -> int:
-        with path.open("wb") as part:
-            part.write(content[:3])
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="no space"):
-        files.write_json(file, {"rows": [2]})
-    assert json.loads(file.read_text(encoding="utf-8")) == {"rows": [1]}
-    assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in the file system")
-def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    script = f"from pathlib import Path; print(Path({str(pipe)!r}).read_text(), end='')"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as reader:
-        files.write(pipe, b"all of it")
-        out, _ = reader.communicate(timeout=60)
-    assert out == b"all of it"
-    assert pipe.is_fifo()
 
 
 def test_help_imports_neither_torch_nor_matplotlib() -> None:

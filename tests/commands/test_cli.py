@@ -54,15 +54,6 @@ def test_a_usage_error_ends_with_2_and_prints_nothing_on_stdout(
     assert "usage: ck-patch" in printed.err
 
 
-def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    old = tmp_path / "old.json"
-    old.write_text("old", encoding="utf-8")
-    assert cli._file(str(old)) == old
-    assert cli._file(str(tmp_path / "new.json")) == tmp_path / "new.json"
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert old.read_text(encoding="utf-8") == "old"
-
-
 def test_the_console_script_and_the_module_run_the_same_function() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^ck-patch = "ck_patch\.cli:main"$', project, re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -663,10 +664,10 @@ def test_an_export_that_cannot_be_written_leaves_the_old_file(
     file.write_text("old", encoding="utf-8")
     cli.main(["tune", "--shapes", "77x3072x3072"])
 
-    def full(path: Path, content: bytes) -> int:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert cli.main(["tune", "--export", str(file)]) == 1
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
     assert file.read_text(encoding="utf-8") == "old"

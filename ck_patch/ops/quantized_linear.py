@@ -167,7 +167,6 @@ class QuantizedLinear:
         if scales != n:
             weight_scale = weight_scale.reshape(-1).expand(n).contiguous()
         group = convrot_groupsize if convrot else 0
-        x = x.contiguous()
         return self._run(plan, x, weight, weight_scale, bias, group, act, added, out_shape)
 
     def _run(
@@ -189,6 +188,8 @@ class QuantizedLinear:
         """
         host = self._host
         device, m, n, k, dtype, _, _ = plan.key
+        # Here and not by the caller, which would keep the copy to the end.
+        x = x.contiguous()
         fused = residual if residual is not None and residual.in_epilogue else None
         options: tuple[Any, ...] = ()
         if group and self._rotations.in_one_kernel(x, m, k, group):

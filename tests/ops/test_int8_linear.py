@@ -393,6 +393,21 @@ def test_inference_tensors_work_inside_and_outside_of_inference_mode(bench: Benc
     assert torch.equal(inside, outside)
 
 
+@pytest.mark.parametrize("elsewhere", ["weight", "weight_scale", "bias"])
+def test_operands_of_two_devices_are_stocks_before_anything_is_launched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, elsewhere: str
+) -> None:
+    # Triton's kernels take a peer's memory by its address: stock may well compute such a call.
+    given = form(bias=torch.randn(N))
+    given[elsewhere] = given[elsewhere].to("meta")
+    monkeypatch.setattr(bench, "stock", lambda **kwargs: "stock")
+    for name in ("device", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    assert bench.ours(**given) == "stock"
+    bench.assert_given_to_stock(given)
+    assert bench.launches == []
+
+
 def test_callers_may_change_what_they_get(bench: Bench) -> None:
     given = form()
     first = bench.ours(**given)

@@ -83,12 +83,14 @@ class Declined(Exception):
 
 
 def gemm(layer: Layer) -> torch.Tensor:
-    """The entry as it stands in the host's module, called as comfy_kitchen does."""
-    from comfy_kitchen.backends.cuda import _C
+    """The entry as it stands in the host's module, called as comfy_kitchen does: with capsules by
+    the function that stands there too."""
+    from comfy_kitchen.backends import cuda
 
     # Asked for at each call: capture runs on a stream of its own.
     stream = torch.cuda.current_stream().cuda_stream
-    if not layer.inputs.call(_C.cutlass_int8_dequant, layer.d, stream):
+    entry = cuda._C.cutlass_int8_dequant
+    if not layer.inputs.call(entry, layer.d, stream, cuda._wrap_for_dlpack):
         raise Declined
     return layer.d
 

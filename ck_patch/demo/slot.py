@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ck_patch.dlpack import renewed
+from ck_patch.dlpack import to_dlpack
 
 # The codes of comfy_kitchen's C functions.
 _CODES: Mapping[torch.dtype, int] = MappingProxyType(
@@ -62,12 +62,17 @@ class Inputs:
         shape = self.a.shape[0], self.b.shape[0]
         return torch.full(shape, torch.nan, dtype=self.out_dtype, device=self.a.device)
 
-    def call(self, function: Callable[..., Any], d: torch.Tensor, stream: int) -> bool:
-        """Call the slot's function as comfy_kitchen does, to write `d`."""
+    def call(
+        self,
+        function: Callable[..., Any],
+        d: torch.Tensor,
+        stream: int,
+        wrap: Callable[[torch.Tensor], Any] = to_dlpack,
+    ) -> bool:
+        """Call the slot's function as comfy_kitchen does, to write `d`; `wrap` makes a capsule."""
         bias = d.new_empty(0) if self.bias is None else self.bias
         tensors = (self.a, self.b, self.x_scale, self.w_scale, bias, d)
-        capsules = renewed([None] * len(tensors), tensors)
-        return bool(function(*capsules, _CODES[self.out_dtype], stream))
+        return bool(function(*map(wrap, tensors), _CODES[self.out_dtype], stream))
 
     def units_off(self, d: torch.Tensor, rows: int) -> float:
         """The largest error in the first and last `rows` rows of `d`, in units in the last place of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 # On Windows a file cannot be replaced while another process has it open, if only to read it.
 _PAUSES = (0.01, 0.05, 0.2) if sys.platform == "win32" else ()
+_ABANDONED_AFTER = 3600.0
 
 
 def check(path: Path) -> None:
@@ -34,7 +36,9 @@ def write(path: Path, content: bytes) -> None:
     if _is_stream(path):
         path.write_bytes(content)
     else:
-        replace(_target(path), content)
+        target = _target(path)
+        remove_abandoned(target.parent, glob.escape(target.name))
+        replace(target, content)
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -56,6 +60,15 @@ def replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path, names: str) -> None:
+    """Remove what processes left that were killed while they wrote a file whose name fits the
+    pattern."""
+    for part in folder.glob(f"{names}.[0-9]*-????????.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_AFTER:
+                part.unlink()
 
 
 def reason(error: OSError) -> str:

@@ -145,7 +145,7 @@ class Table(ForkSafe):
         with file_lock.held(path.with_name(_LOCK_FILE), _WAIT) as alone:
             if not alone:
                 return False
-            table_file.remove_abandoned(path.parent)
+            files.remove_abandoned(path.parent, "tuned-*.json")
             found = table_file.read(path, self._environment)
             if found.obstacle is not None:
                 _complain(f"{path} {found.obstacle}")
@@ -154,7 +154,7 @@ class Table(ForkSafe):
                 unsaved = dict(self._unsaved)
                 entries = table_file.merged(self._loaded(), found.entries)
             entries = table_file.merged(entries, unsaved)
-            table_file.replace(path, table_file.render(self._environment, entries))
+            files.replace(path, table_file.render(self._environment, entries))
         with self._lock:
             for key, entry in unsaved.items():
                 if self._unsaved.get(key) is entry:

@@ -1,14 +1,11 @@
-"""The file of a tuning table: what it holds, how it is read, and how it is replaced."""
+"""The file of a tuning table: what it holds, and how it is read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import stat
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +16,6 @@ from ck_patch.environment import FORMAT, Environment
 # An entry has a few hundred bytes, a table some hundred entries.
 _LARGEST = 8 * 2**20
 _LARGEST_M = 2**63
-_ABANDONED_AFTER = 3600.0
-# On Windows a file cannot be replaced while another process has it open, if only to read it.
-_PAUSES = (0.01, 0.05, 0.2) if sys.platform == "win32" else ()
 
 
 @dataclass(frozen=True)
@@ -149,32 +143,3 @@ def read(path: Path, environment: Environment) -> Content:
     if theirs != environment:
         return Content({}, "is of another environment")
     return Content(entries)
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Put `content` in the place of the file, whole or not at all; raises OSError."""
-    # Not by process id alone: containers that share the folder may have the same ones.
-    part = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Without it a crash of the machine can leave the new name on an empty file.
-            os.fsync(file.fileno())
-        for pause in _PAUSES:
-            with contextlib.suppress(PermissionError):
-                os.replace(part, path)
-                return
-            time.sleep(pause)
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote."""
-    for part in folder.glob("tuned-*.json.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > _ABANDONED_AFTER:
-                part.unlink()

@@ -39,6 +39,53 @@ def test_a_file_is_replaced_at_once_or_left_as_it_was(
     assert file.read_bytes() == b"new"
 
 
+@posix
+def test_a_file_is_as_open_to_others_as_the_user_makes_files(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files.replace(tmp_path / "file", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(("refusals", "replaced"), [(0, True), (2, True), (3, True), (4, False)])
+def test_a_file_that_a_reader_has_open_on_windows_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refusals: int, replaced: bool
+) -> None:
+    real, tried = os.replace, []
+
+    def refuse(source: Path, target: Path) -> None:
+        tried.append(target)
+        if len(tried) <= refusals:
+            raise PermissionError(errno.EACCES, "Access is denied")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(files, "_PAUSES", (0.0, 0.0, 0.0))
+    file = tmp_path / "file"
+    if replaced:
+        files.replace(file, b"new")
+    else:
+        with pytest.raises(PermissionError):
+            files.replace(file, b"new")
+    assert len(tried) == min(refusals + 1, 4)
+    assert names(tmp_path) == (["file"] if replaced else [])
+
+
+def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    old, young = "it[1].json.77-0badcafe.tmp", "it[1].json.78-0badcafe.tmp"
+    others = ["it1.json.79-0badcafe.tmp", "it[1].json.mine.tmp", "it[1].json.bak"]
+    for name in (old, young, *others):
+        (tmp_path / name).touch()
+        if name != young:
+            os.utime(tmp_path / name, (0, 0))
+    files.write(tmp_path / "it[1].json", b"")
+    assert names(tmp_path) == sorted([young, *others, "it[1].json"])
+    files.remove_abandoned(tmp_path, "*.json")
+    assert names(tmp_path) == sorted([young, *others[1:], "it[1].json"])
+
+
 def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     old.write_text("old", encoding="utf-8")

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -262,70 +261,3 @@ def test_a_file_that_cannot_be_read_now_is_an_obstacle(
 def test_a_sweep_gives_way_to_a_sweep_alone(older: Entry, newer: Entry, stays: Entry) -> None:
     assert merged({KEY: older}, {KEY: newer}) == {KEY: stays}
     assert merged({KEY: older}, {OTHER: newer}) == {KEY: older, OTHER: newer}
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "table"
-    table_file.replace(file, b"old")
-
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, name, full)
-            with pytest.raises(OSError, match="No space left"):
-                table_file.replace(file, b"new")
-        assert [entry.name for entry in tmp_path.iterdir()] == ["table"]
-        assert file.read_bytes() == b"old"
-    table_file.replace(file, b"new")
-    assert file.read_bytes() == b"new"
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a umask")
-def test_the_file_is_as_open_to_others_as_the_user_makes_files(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        table_file.replace(tmp_path / "table", b"")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "table").stat().st_mode & 0o777 == 0o644
-
-
-@pytest.mark.parametrize(("refusals", "replaced"), [(0, True), (2, True), (3, True), (4, False)])
-def test_a_file_that_a_reader_has_open_on_windows_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refusals: int, replaced: bool
-) -> None:
-    real, tried = os.replace, []
-
-    def refuse(source: Path, target: Path) -> None:
-        tried.append(target)
-        if len(tried) <= refusals:
-            raise PermissionError(errno.EACCES, "Access is denied")
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", refuse)
-    monkeypatch.setattr(table_file, "_PAUSES", (0.0, 0.0, 0.0))
-    file = tmp_path / "table"
-    if replaced:
-        table_file.replace(file, b"new")
-    else:
-        with pytest.raises(PermissionError):
-            table_file.replace(file, b"new")
-    assert len(tried) == min(refusals + 1, 4)
-    assert [entry.name for entry in tmp_path.iterdir()] == (["table"] if replaced else [])
-
-
-def test_temporary_files_are_removed_when_they_are_old(tmp_path: Path) -> None:
-    hour_ago = time.time() - 3700
-    old = tmp_path / "tuned-sm_90-0123456789ab.json.77-0badcafe.tmp"
-    young = tmp_path / "tuned-sm_90-0123456789ab.json.78-0badcafe.tmp"
-    others = [tmp_path / name for name in ("tuned-sm_90-0123456789ab.json", "mine.tmp", "x.json")]
-    for file in (old, young, *others):
-        file.touch()
-        if file != young:
-            os.utime(file, (hour_ago, hour_ago))
-    table_file.remove_abandoned(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([young, *others])

@@ -15,7 +15,7 @@ from tests.tuning.examples import HERE, KEY, STOCK, document, finish, start
 PRELUDE = f"""
 import os, sys, threading, time
 from pathlib import Path
-from ck_patch import file_lock, table, table_file
+from ck_patch import file_lock, files, table
 from ck_patch.table import Entry, Table
 HERE = {HERE!r}
 STOCK = {STOCK!r}
@@ -37,7 +37,7 @@ def stop(*arguments):
     sys.stdin.read()
 """
 BEFORE_REPLACE = f"{STOP}os.replace = stop"
-HOLDING_THE_LOCK = f"{STOP}table_file.remove_abandoned = stop"
+HOLDING_THE_LOCK = f"{STOP}files.remove_abandoned = stop"
 HALF_WRITTEN = f"""{STOP}
 class Half:
     def __init__(self, file): self.file = file

@@ -119,9 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run the patched INT8 GEMM against stock and BF16; without a GPU, in Triton's "
         "interpreter against an exact reference",
     )
-    demo.add_argument(
-        "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
-    )
+    _add_json(demo)
     demo.add_argument(
         "--shape",
         metavar="MxNxK",
@@ -142,15 +140,8 @@ def _parser() -> argparse.ArgumentParser:
         "[M, K], weight is [N, K]), or files of the form of ck_patch/data/shapes.json",
     )
     bench.add_argument("--quick", action="store_true", help="the first shape of each set alone")
-    bench.add_argument(
-        "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
-    )
-    bench.add_argument(
-        "--plot",
-        metavar="FILE.png",
-        type=_plot,
-        help="draw the rows too (or FILE.svg, FILE.pdf); needs matplotlib",
-    )
+    _add_json(bench)
+    _add_plot(bench)
     _add_tune(commands)
     return parser
 
@@ -193,10 +184,18 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     tune.add_argument(
         "--bias", action="store_true", help="calls with a bias, which have a choice of their own"
     )
-    tune.add_argument(
+    _add_json(tune)
+    _add_plot(tune)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--json", metavar="FILE", type=_file, help="write the rows and the versions to FILE too"
     )
-    tune.add_argument(
+
+
+def _add_plot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--plot",
         metavar="FILE.png",
         type=_plot,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ck_patch import pictures
 from ck_patch.bench.rows import QUANTIZERS, Row
+from ck_patch.pictures import BETTER, WORSE
 
-_OURS, _BF16, _FP8, _COPY = "#2a78b5", "#d9822b", "#7d4aa8", "#4a4a4a"
-_WORSE, _GRID = "#c0504d", "#dddddd"
+_BF16, _FP8, _COPY = "#d9822b", "#7d4aa8", "#4a4a4a"
 _TITLES = {
     "gemm": "INT8 GEMM",
     "int8_linear": "int8_linear",
@@ -50,9 +50,7 @@ def draw(rows: Sequence[Row], title: str, suffix: str) -> bytes:
         part.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False
         )
-    content = io.BytesIO()
-    figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)
-    return content.getvalue()
+    return pictures.rendered(figure, suffix)
 
 
 def _parts(figure: Any, heights: Sequence[float]) -> list[Any]:
@@ -73,44 +71,21 @@ def _shapes(rows: Sequence[Row], ops: Sequence[str]) -> list[str]:
 
 def _panel(panel: Any, op: str, rows: Mapping[str, Row], shapes: Sequence[str]) -> None:
     panel.set_title(_TITLES[op], fontsize=10)
-    panel.set_yticks(range(len(shapes)), shapes, fontsize=7)
-    panel.set_ylim(-0.7, len(shapes) - 0.3)
-    panel.set_xlabel("times as fast as stock", fontsize=8)
-    panel.tick_params(axis="x", labelsize=8)
-    panel.grid(axis="x", color=_GRID)
-    panel.set_axisbelow(True)
-    panel.axvline(1, color="black", linewidth=1, label="stock")
+    pictures.prepare(panel, shapes)
     at = {shape: place for place, shape in enumerate(shapes)}
-    bars = {at[shape]: ratio for shape, row in rows.items() if (ratio := row.ratio("stock"))}
-    colors = [_OURS if ratio >= 1 else _WORSE for ratio in bars.values()]
-    panel.barh(list(bars), list(bars.values()), color=colors, height=0.7)
+    ours = {at[shape]: ratio for shape, row in rows.items() if (ratio := row.ratio("stock"))}
+    texts = [f"{ratio:.2f}" for ratio in ours.values()]
+    colors = [BETTER if ratio >= 1 else WORSE for ratio in ours.values()]
+    pictures.bars(panel, ours, texts, colors)
     # For the legend, whichever color the first bar has.
-    panel.barh([], [], color=_OURS, label="ours (red: slower than stock)")
-    for place, ratio in bars.items():
-        panel.annotate(
-            f"{ratio:.2f}",
-            (0, place),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=6.5,
-            color="white",
-        )
+    panel.barh([], [], color=BETTER, label="ours (red: slower than stock)")
     for contender, (marker, color, label) in _MARKS.items():
-        marks = {
+        found = {
             at[shape]: ratio
             for shape, row in rows.items()
             if (ratio := row.ratio("stock", contender))
         }
-        if marks:
-            panel.plot(
-                list(marks.values()),
-                list(marks),
-                linestyle="none",
-                marker=marker,
-                color=color,
-                markersize=4 if marker == "D" else 9,
-                markeredgewidth=1 if marker == "D" else 2,
-                label=label,
-            )
-    panel.set_xlim(left=0)
+        if found:
+            size, edge = (4, 1) if marker == "D" else (9, 2)
+            look = {"marker": marker, "color": color, "markersize": size, "markeredgewidth": edge}
+            pictures.marks(panel, found, label, **look)

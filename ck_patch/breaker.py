@@ -38,8 +38,13 @@ _OUT_OF_MEMORY = 2
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "cublas_status_alloc_failed")
 
 # What torch raises on behalf of a switch of the caller's: set_sync_debug_mode("error"), which the
-# comparison of a first result meets, and use_deterministic_algorithms(True).
-_SWITCHED = ("called a synchronizing cuda operation", "deterministic behavior was enabled")
+# comparison of a first result meets, and use_deterministic_algorithms(True). And what Python 3.11
+# does where another thread, which may well be Triton for the host, parses at the same time.
+_PASSING = (
+    "called a synchronizing cuda operation",
+    "deterministic behavior was enabled",
+    "ast constructor recursion depth mismatch",
+)
 
 # How torch, torch around the driver API, and Triton introduce such a text. The same words without
 # one of these may come from anywhere, an argument check for instance.
@@ -52,7 +57,7 @@ def classify(error: BaseException) -> Failure:
     "sticky": the CUDA context is dead, so stock cannot help and the error belongs to the caller.
     "memory": this call did not fit; stock may, and so may our next call.
     "caller": what the caller set or did is in the way of this call and not of the next: a full
-    stack, a switch of torch's, warnings that are errors.
+    stack, a switch of torch's, warnings that are errors, another thread that compiles.
     "other": our path is broken and stock is not.
     """
     if isinstance(error, (MemoryError, *_torch_errors("OutOfMemoryError"))):
@@ -66,7 +71,7 @@ def classify(error: BaseException) -> Failure:
     if isinstance(error, (RecursionError, Warning)):
         return "caller"
     text = text_of(error).lower()
-    if text.startswith(_SWITCHED):
+    if text.startswith(_PASSING):
         return "caller"
     for mark in _MARKS:
         _, found, cause = text.partition(mark)

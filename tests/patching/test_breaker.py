@@ -109,6 +109,7 @@ def test_anything_else_is_a_broken_path(error: Exception) -> None:
         RecursionError("maximum recursion depth exceeded"),
         DeprecationWarning("ast.Num is deprecated"),
         RuntimeError("called a synchronizing CUDA operation"),
+        SystemError("AST constructor recursion depth mismatch (before=30, after=75)"),
         RuntimeError(
             "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms"
             "(True)` or `at::Context::setDeterministicAlgorithms(true)`, but this operation is not"

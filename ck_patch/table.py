@@ -152,9 +152,17 @@ class Table(ForkSafe):
                 return False
             with self._lock:
                 unsaved = dict(self._unsaved)
-                entries = table_file.merged(self._loaded(), found.entries)
-            entries = table_file.merged(entries, unsaved)
-            files.replace(path, table_file.render(self._environment, entries))
+                known = table_file.merged(self._loaded(), found.entries)
+            entries = table_file.merged(known, unsaved)
+            content = table_file.render(self._environment, entries)
+            if len(content) > table_file.LARGEST:
+                _complain(f"{path} is full, and is begun anew where it is removed")
+                unsaved = {key: unsaved[key] for key in found.entries.keys() & unsaved.keys()}
+                changed = table_file.merged(found.entries, unsaved)
+                content = table_file.render(self._environment, changed)
+                if not unsaved or len(content) > table_file.LARGEST:
+                    return False
+            files.replace(path, content)
         with self._lock:
             for key, entry in unsaved.items():
                 if self._unsaved.get(key) is entry:

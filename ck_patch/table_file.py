@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ck_patch import files
 from ck_patch.environment import FORMAT, Environment
 
-# An entry has a few hundred bytes, a table some hundred entries.
-_LARGEST = 8 * 2**20
+LARGEST = 8 * 2**20
+"""No more bytes than that are read: an entry has a few hundred, a table some hundred entries."""
+
 _LARGEST_M = 2**63
 
 
@@ -56,6 +58,10 @@ class NewerFormat(ValueError):
     """The file was written by a newer ck_patch."""
 
 
+class TooLarge(ValueError):
+    """The file is larger than what is read."""
+
+
 @dataclass(frozen=True)
 class Content:
     """The entries found; `obstacle` says why the file must stay as it is."""
@@ -92,10 +98,10 @@ def render(environment: Environment, entries: Mapping[str, Entry]) -> bytes:
 def parse(content: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Environment and entries of a document, without the entries that are malformed.
 
-    Raises ValueError for what is no table, NewerFormat for one of a later format.
+    Raises ValueError for what is no table, NewerFormat for one of a later format, TooLarge.
     """
-    if len(content) > _LARGEST:
-        raise ValueError("it is too large for a table")
+    if len(content) > LARGEST:
+        raise TooLarge("it is too large for a table")
     try:
         # Editors on Windows may put a byte order mark there.
         document = json.loads(content.decode("utf-8-sig"))
@@ -122,7 +128,7 @@ def parse(content: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
 def read_bytes(path: Path) -> bytes:
     """The file, or as much of it as `parse` needs to refuse it."""
     with path.open("rb") as file:
-        return file.read(_LARGEST + 1)
+        return file.read(LARGEST + 1)
 
 
 def read(path: Path, environment: Environment) -> Content:
@@ -135,9 +141,11 @@ def read(path: Path, environment: Environment) -> Content:
     except FileNotFoundError:
         return Content({})
     except OSError as error:
-        return Content({}, f"cannot be read ({error.strerror or error})")
+        return Content({}, f"cannot be read ({files.reason(error)})")
     except NewerFormat:
         return Content({}, "was written by a newer ck_patch")
+    except TooLarge:
+        return Content({}, "is too large for a table")
     except ValueError:
         return Content({})
     if theirs != environment:

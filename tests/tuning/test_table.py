@@ -154,10 +154,10 @@ def test_what_is_put_while_the_file_is_written_is_kept_for_the_next_save(
         b"[]",
         b"\xff\xfe",
         b"[" * 200_000,
-        bytes(50 * 2**20),
+        bytes(2**20),
         written({KEY: item()})[:-9].encode(),
     ],
-    ids=["empty", "list", "not UTF-8", "deep", "50 MB", "truncated"],
+    ids=["empty", "list", "not UTF-8", "deep", "zeros", "truncated"],
 )
 def test_a_corrupt_file_is_a_miss_and_is_replaced(
     path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -399,6 +399,44 @@ def test_old_temporary_files_go_with_the_next_save(path: Path) -> None:
     os.utime(left, (0, 0))
     saved(path, {OTHER: STOCK})
     assert names(path.parent) == [path.name, "tuned.lock"]
+
+
+def test_a_table_that_is_full_keeps_what_it_has_and_takes_no_new_key(
+    monkeypatch: pytest.MonkeyPatch, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(path, {KEY: STOCK})
+    monkeypatch.setattr(table_file, "LARGEST", path.stat().st_size + 50)
+    known = Table(path, HERE)
+    known.put(OTHER, STOCK)
+    known.put(KEY, OURS)
+    assert not known.save()
+    assert not known.save()
+    assert (known.get(KEY), known.get(OTHER)) == (OURS, STOCK)
+    assert Table(path, HERE).entries() == {KEY: OURS}
+    assert caplog.messages == [
+        f"{FORGOTTEN}{path} is full, and is begun anew where it is removed; CK_PATCH_CACHE_DIR can "
+        "name another folder"
+    ]
+    path.unlink()
+    monkeypatch.setattr(table_file, "LARGEST", 2**20)
+    assert known.save()
+    assert Table(path, HERE).entries() == {KEY: OURS, OTHER: STOCK}
+
+
+def test_a_table_that_is_too_large_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(path, {KEY: STOCK, OTHER: STOCK})
+    before = path.read_bytes()
+    monkeypatch.setattr(table_file, "LARGEST", len(before) - 1)
+    known = Table(path, HERE)
+    assert known.entries() == {}
+    known.put(KEY, OURS)
+    assert not known.save()
+    assert path.read_bytes() == before
+    assert caplog.messages == [
+        f"{FORGOTTEN}{path} is too large for a table; CK_PATCH_CACHE_DIR can name another folder"
+    ]
 
 
 def test_a_lock_that_others_keep_is_not_waited_for_long(

@@ -159,11 +159,11 @@ def test_a_broken_file_holds_nothing_and_may_be_replaced(tmp_path: Path, content
         parse(content)
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+def test_a_huge_file_is_not_read_and_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "table"
     with file.open("wb") as sparse:
         sparse.truncate(2**40)
-    assert read(file, HERE) == Content({})
+    assert read(file, HERE) == Content({}, "is too large for a table")
     assert len(table_file.read_bytes(file)) < 2**24
 
 

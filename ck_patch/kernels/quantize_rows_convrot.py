@@ -233,13 +233,14 @@ class ConvrotRowQuantizer(RowQuantizer):
         )
 
     def _num_warps(self, x: torch.Tensor) -> int:
-        return _warps(self.k(x))
+        return _warps(self.k(x), x.dtype, self.act)
 
     def _registers(self, x: torch.Tensor) -> int | None:
-        """At most so many a thread: unlimited, 16-bit rows of three pieces and a half get 120 to
-        168 by the release of Triton, for 12 or 16 warps on a multiprocessor instead of 20."""
+        """At most so many a thread: unlimited, float16 rows of three pieces get 140, for 12 warps
+        on a multiprocessor instead of 20, which takes 1.28 times as long (measured as in `_warps`;
+        everything else is faster without a limit)."""
         halves = triton.cdiv(self.k(x), 512 * self._num_warps(x))
-        return 96 if halves == 7 and x.dtype != torch.float32 else None
+        return 96 if halves == 6 and x.dtype == torch.float16 and self.act is None else None
 
     def _options(self, x: torch.Tensor) -> dict[str, Any]:
         return {**super()._options(x), "maxnreg": self._registers(x)}
@@ -254,9 +255,10 @@ def _threads_of_stock(k: int) -> int:
     return 1024
 
 
-def _warps(k: int) -> int:
+def _warps(k: int, dtype: torch.dtype, act: InputAct | None) -> int:
     """Warps of a program, which takes 1024 values a warp at a time: as few as take at most three
-    and a half pieces, and at most 16.
+    and a half pieces, or three of float32, and at most 16. situ, whose tanh takes registers, gets
+    twice as many.
 
     Measured on one H200 (sm_90; torch 2.11+cu130, Triton 3.6, 2026-11-30) by CUDA graph replay on
     bfloat16, in percent of the speed of a copy of as many bytes, by warps and values of the pieces:
@@ -264,7 +266,8 @@ def _warps(k: int) -> int:
     | M x K | chosen | others |
     |---|---|---|
     | 36864 x 5376 | 2, 2048 x 3: 75 | 4, 4096 + 2048: 72; 1, 1024 x 5 + 512: 72 |
-    | 37296 x 14336 | 4, 4096 x 3 + 2048: 80 | without a limit of registers: 69; 8, 8192 x 2: 70 |
+    | 37296 x 14336 | 4, 4096 x 3 + 2048: 77 | with a limit of 96 registers: 72; 8, 8192 x 2: 70 |
+    | 18000 x 14336, float32 | 8, 8192 x 2: 93 | 4, 4096 x 3 + 2048: 82 |
     | 25900 x 16384 | 8, 8192 x 2: 77 | 4, 4096 x 4: 79, 96 registers: 74; 16, 16384: 74 |
     | 32760 x 5120 | 2, 2048 x 2 + 1024: 77 | 1, 1024 x 5: 77; 4, 4096 + 2048: 67 |
     | 4608 x 3072 | 1, 1024 x 3: 68 | 2, 2048 + 1024: 66; 4, 4096: 53 |
@@ -272,8 +275,14 @@ def _warps(k: int) -> int:
     | 4608 x 12288 | 4, 4096 x 3: 76 | 8, 8192 + 4096: 71; 2, 2048 x 6: 60 |
     | 1024 x 4096 | 2, 2048 x 2: 56 | 4, 4096: 60; 1, 1024 x 4: 54 |
     | 512 x 3072 | 1, 1024 x 3: 58 | 2, 2048 + 1024: 58; 4, 4096: 54 |
+    | 37296 x 14336, swiglu | 4, 4096 x 3 + 2048: 86 | 8, 8192 x 2: 64, with 80 registers: 83 |
+    | 4608 x 12288, swiglu | 4, 4096 x 3: 79 | 8, 8192 + 4096: 83 |
+    | 4608 x 12288, situ | 8, 8192 + 4096: 41 | 4, 4096 x 3: 33 |
+    | 25900 x 16384, gelu_tanh | 8, 8192 x 2: 65 | 4, 4096 x 4: 61; 16, 16384: 58 |
+    | 37296 x 5120, rms_norm | 2, 2048 x 2 + 1024: 45 | 4, 4096 + 1024: 36 |
 
-    A limit of 96 registers gains at most 2% where a row is no more than three pieces. With one
-    warp, five pieces and more take 18 to 32 seconds to compile; these take 1 to 5.
+    With one warp, five pieces and more take 18 to 32 seconds to compile; these take 1 to 5.
     """
-    return min(16, int(triton.next_power_of_2(triton.cdiv(k, 3584))))
+    at_most = 3072 if dtype == torch.float32 else 3584
+    warps = int(triton.next_power_of_2(triton.cdiv(k, at_most))) * (2 if act == "situ" else 1)
+    return min(16, warps)

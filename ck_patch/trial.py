@@ -25,6 +25,10 @@ _LIMITS = (10.0, 1.3, 1.15)
 _PATIENCE = 8
 _LONGEST_PAUSE = 1024
 
+# A sample that is not back after so many further calls is lost: its call was interrupted, or was
+# that of an op which has made no other since. A launch queue holds fewer.
+_LOST_AFTER = 1024
+
 
 class Trial(ForkSafe):
     """The candidates of one key, by name, each given a few of the calls.
@@ -43,6 +47,7 @@ class Trial(ForkSafe):
         self._alive = list(names)
         self._pause = 0
         self._failed_attempts = 0
+        self._waited = 0
 
     def rests(self) -> bool:
         """Whether this call should not even ask: attempts before it told nothing. No lock is taken:
@@ -58,8 +63,13 @@ class Trial(ForkSafe):
         Each name handed out comes back by `add`, `void` or `drop`.
         """
         with self._lock:
+            if self.winner is not None:
+                return None
             open_ = [name for name in self._alive if self._given(name) < SAMPLES]
-            if not open_ or self.winner is not None:
+            if not open_:
+                self._waited += 1
+                if self._waited > _LOST_AFTER:
+                    self._running = dict.fromkeys(self.names, 0)
                 return None
             name = min(open_, key=self._given)
             self._running[name] += 1
@@ -72,7 +82,7 @@ class Trial(ForkSafe):
             self.void(name)
             return
         with self._lock:
-            self._running[name] -= 1
+            self._came_back(name)
             self._failed_attempts = 0
             self._times[name].append(microseconds)
             self._give_up_losers()
@@ -82,7 +92,7 @@ class Trial(ForkSafe):
         """A call that was not timed after all; the next attempts wait longer each time, unless it
         is known that nothing stands in their way."""
         with self._lock:
-            self._running[name] -= 1
+            self._came_back(name)
             if pause:
                 self._failed_attempts += 1
                 beyond = self._failed_attempts - _PATIENCE
@@ -114,6 +124,11 @@ class Trial(ForkSafe):
         with self._lock:
             known = {name: _median(times) for name, times in self._times.items() if times}
         return dict(sorted(known.items(), key=lambda item: item[1]))
+
+    def _came_back(self, name: str) -> None:
+        # One that was taken for lost is not under way any more.
+        self._running[name] = max(0, self._running[name] - 1)
+        self._waited = 0
 
     def _given(self, name: str) -> int:
         return len(self._times[name]) + self._running[name]

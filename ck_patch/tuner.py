@@ -14,6 +14,9 @@ from ck_patch.trial import Trial
 
 TableFor = Callable[[DeviceProfile], Table]
 
+# A process that meets more keys than this tries them anew, unless the table has them.
+_MAX_TRIALS = 4096
+
 
 class Tuner(ForkSafe):
     """The trials and the tables of one process, shared by its ops.
@@ -33,9 +36,18 @@ class Tuner(ForkSafe):
         self._kept: dict[tuple[int, str], tuple[str, bool]] = {}
 
     def choose(
-        self, device: int, gpu: DeviceProfile, call: GemmCall, found: Candidates
+        self,
+        device: int,
+        gpu: DeviceProfile,
+        call: GemmCall,
+        found: Candidates,
+        runs: Callable[[Candidate], bool],
     ) -> Candidate | Trial:
-        """The candidate to run a call by, or the trial that shall find it."""
+        """The candidate to run a call by, or the trial that shall find it.
+
+        `runs` says of one that was measured, maybe by another op, process or version, whether it
+        can be used for this call.
+        """
         first = found.ordered[0]
         if self._mode == "off" or device < 0 or len(found.ordered) == 1:
             return first
@@ -44,14 +56,20 @@ class Tuner(ForkSafe):
             trial = self._trials.get((device, key))
             if trial is None:
                 entry = self._table(gpu).get(key)
-                known = entry and _usable(entry, call, gpu, found)
-                if known:
+                known = None if entry is None else _parsed(entry.choice)
+                if known is not None and runs(known):
                     return known
                 if self._mode == "frozen":
                     return first
+                if len(self._trials) >= _MAX_TRIALS:
+                    self._trials.clear()
+                    self._kept.clear()
                 trial = Trial([candidate.name for candidate in found.ordered])
                 self._trials[device, key] = trial
-        return trial if trial.winner is None else candidates.parse(trial.winner)
+        if trial.winner is None:
+            return trial
+        winner = candidates.parse(trial.winner)
+        return winner if runs(winner) else first
 
     def report(
         self,
@@ -91,12 +109,9 @@ class Tuner(ForkSafe):
         return found
 
 
-def _usable(
-    entry: Entry, call: GemmCall, gpu: DeviceProfile, found: Candidates
-) -> Candidate | None:
-    """The choice of an entry, if this version has it and it can run the call."""
+def _parsed(choice: str) -> Candidate | None:
+    """The candidate of that name, if this version has it."""
     try:
-        known = candidates.parse(entry.choice)
+        return candidates.parse(choice)
     except ValueError:
         return None
-    return known if known in found.ordered or known in candidates.every(call, gpu) else None

@@ -56,7 +56,14 @@ class Planner:
         device = key[0]
         call, gpu = self._call(key), self._profile(device)
         found = self._candidates(call, gpu, device)
-        chosen = self._tuner.choose(device, gpu, call, found)
+
+        def runs(candidate: Candidate) -> bool:
+            return candidate in (STOCK, *found.ordered) or (
+                not self._failures.excluded(device, candidate.name)
+                and candidate in candidates.every(call, gpu, _stock_configs())
+            )
+
+        chosen = self._tuner.choose(device, gpu, call, found, runs)
         first = found.ordered[0] if isinstance(chosen, Trial) else chosen
         if log.paths_wanted():
             bias = "no" if call.bias_dtype is None else call.bias_dtype
@@ -110,8 +117,8 @@ class Planner:
         broken = self._failures.reason(device)
         if broken is not None:
             return Candidates((STOCK,), broken)
-        configs = 0 if cutlass_config(0) is None else candidates.STOCK_CONFIGS
-        found = candidates.chosen(call, gpu, self._settings.int8, self._settings.force, configs)
+        force, configs = self._settings.force, _stock_configs()
+        found = candidates.chosen(call, gpu, self._settings.int8, force, configs)
         if found.problem:
             log.warn(f"{self._operation} {found.problem}", f"{self._operation}: {found.problem}")
         left = tuple(one for one in found.ordered if not self._failures.excluded(device, one.name))
@@ -137,6 +144,11 @@ class Planner:
 
     def _profile(self, device: int) -> DeviceProfile:
         return profile(device, self._settings.assumed(device))
+
+
+def _stock_configs() -> int:
+    """How many of its configurations the installed release runs by number."""
+    return 0 if cutlass_config(0) is None else candidates.STOCK_CONFIGS
 
 
 def _named(gpu: DeviceProfile, device: int) -> str:

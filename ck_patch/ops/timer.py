@@ -43,37 +43,41 @@ class EventTimer(ForkSafe):
         """Do the work, which launches something on that stream and says whether it did; `report`
         gets its time from a later `collect`, or None at once if there was nothing to time."""
         start, end = self._event(), self._event()
-        done = False
+        timed = False
         try:
             start.record(stream)
             begin = time.perf_counter()
             done = work()
-            # If the GPU has not come to the start by now, its work follows without a gap.
-            gap = (time.perf_counter() - begin) * 1e6 if start.query() else 0.0
-            end.record(stream)
+            if done:
+                # If the GPU has not come to the start by now, its work follows without a gap.
+                gap = (time.perf_counter() - begin) * 1e6 if start.query() else 0.0
+                end.record(stream)
+                with self._lock:
+                    self._spans.append(_Span(start, end, report, gap))
+                timed = True
         finally:
-            if not done:
+            # Whatever was raised, by Ctrl-C too.
+            if not timed:
                 self._free += start, end
                 report(None)
-        if done:
-            with self._lock:
-                self._spans.append(_Span(start, end, report, gap))
         return done
 
     def collect(self) -> None:
         """Report what is over by now."""
-        if not self._spans:
-            return
-        over: list[_Span] = []
-        running: list[_Span] = []
-        with self._lock:
-            for span in self._spans:
-                (over if span.end.query() else running).append(span)
-            self._spans = running
-        for span in over:
+        while (span := self._take_over()) is not None:
             microseconds = span.start.elapsed_time(span.end) * 1e3
             self._free += span.start, span.end
             span.report(microseconds if span.gap <= _TOLERATED * microseconds else None)
+
+    def _take_over(self) -> _Span | None:
+        """One that is over, and no more: what reporting it may raise must not lose another."""
+        if not self._spans:
+            return None
+        with self._lock:
+            for index, span in enumerate(self._spans):
+                if span.end.query():
+                    return self._spans.pop(index)
+        return None
 
     def _event(self) -> torch.cuda.Event:
         try:

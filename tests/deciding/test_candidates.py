@@ -169,13 +169,15 @@ def test_what_was_measured_wins_over_what_was_shipped(tmp_path: Path) -> None:
     tuner = Tuner("frozen", lambda gpu: table)
     call = GemmCall(*REPORTED[0], "bfloat16")
     offered = candidates(call, A6000)
-    assert tuner.choose(0, A6000, call, offered) == Candidate(stock_config=0)
+    assert tuner.choose(0, A6000, call, offered, bool) == Candidate(stock_config=0)
     measured = Entry("cfg13", call.m, {"cfg0": 20.0, "cfg13": 10.0}, "sweep")
     table.put(key(call), measured)
-    assert tuner.choose(0, A6000, call, offered) == Candidate(stock_config=13)
+    assert tuner.choose(0, A6000, call, offered, bool) == Candidate(stock_config=13)
     assert table.save()
     again = _table(tmp_path, A6000)
-    assert Tuner("frozen", lambda gpu: again).choose(0, A6000, call, offered) == parse("cfg13")
+    assert Tuner("frozen", lambda gpu: again).choose(0, A6000, call, offered, bool) == parse(
+        "cfg13"
+    )
 
 
 def test_a_table_of_another_architecture_is_not_used(tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_table_of_another_architecture_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "sm_86.json").rename(tmp_path / "sm_89.json")
     table = _table(tmp_path, other)
     offered = candidates(call, other)
-    assert Tuner("frozen", lambda gpu: table).choose(0, other, call, offered) == STOCK
+    assert Tuner("frozen", lambda gpu: table).choose(0, other, call, offered, bool) == STOCK
 
 
 @pytest.mark.parametrize("name", ["stock", "cfg3", f"triton:{tiles.HOPPER.name}"])

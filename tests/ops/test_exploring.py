@@ -27,7 +27,7 @@ from ck_patch.ops import capture_mode, exploring, first_use, gemm, gemm_planner,
 from ck_patch.releases import RELEASES
 from ck_patch.route import GemmCall
 from ck_patch.settings import Settings
-from ck_patch.table import Table
+from ck_patch.table import Entry, Table
 from ck_patch.tuner import Tuner
 from tests import reference
 from tests.ops.memory import operands_at
@@ -308,6 +308,68 @@ def test_a_wrong_candidate_is_caught_at_its_first_use_and_the_caller_gets_the_ri
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"op by {NAMES[2]} is not used on device 0 (differs from stock)" in line
     assert one.call() in NAMES
+
+
+@pytest.mark.parametrize("mode", ["auto", "frozen"])
+def test_a_choice_of_the_table_that_turns_out_wrong_is_never_used_again(
+    process: Callable[..., Process], gpu: Gpu, mode: str
+) -> None:
+    one = process(mode=mode)
+    one.table.put(key(CALL), Entry(NAMES[2], M, {NAMES[2]: 1.0}, "run"))
+    gpu.wrong.add(NAMES[2])
+    assert one.call() == "stock"
+    # Not when it is right by chance, either.
+    gpu.wrong.clear()
+    gpu.ran.clear()
+    for _ in range(60):
+        one.call()
+    assert not {NAMES[2], "first:" + NAMES[2]} & set(gpu.ran)
+    assert one.call() in NAMES
+
+
+def test_a_winner_that_another_op_finds_wrong_is_not_used_there(
+    process: Callable[..., Process], gpu: Gpu
+) -> None:
+    one = process()
+    gpu.times[NAMES[2]] = 10.0
+    for _ in range(60):
+        one.call()
+    assert one.call() == NAMES[2]
+    other = one.op()
+    gpu.wrong.add(NAMES[2])
+    assert one.call(engine=other) == "stock"
+    gpu.wrong.clear()
+    gpu.ran.clear()
+    assert one.call(engine=other) == "first:" + OURS
+    assert one.call(engine=other) == OURS
+
+
+def test_a_configuration_by_number_needs_a_release_that_runs_it(
+    process: Callable[..., Process], gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.profile = RTX_4090
+    one = process(mode="frozen")
+    one.table.put(key(CALL), Entry("cfg7", M, {"cfg7": 1.0}, "run"))
+    monkeypatch.setattr(gemm_planner, "cutlass_config", lambda number: None)
+    assert one.call() == "stock"
+    assert one.breaker.snapshot() == ()
+
+
+def test_a_sample_of_an_op_that_makes_no_further_call_does_not_hold_up_the_choice(
+    process: Callable[..., Process], gpu: Gpu
+) -> None:
+    for calls in range(9, 14):
+        one = process()
+        gpu.times[NAMES[2]] = 90.0
+        other = one.op()
+        for _ in range(calls):
+            one.call(m=M)
+        for _ in range(1200):
+            one.call(engine=other)
+        plan = other.plan(0, M, N, K, torch.float32, None)
+        assert plan is not None
+        assert plan.trial is None
+        assert plan.kernel.candidate.name == NAMES[2]
 
 
 @pytest.mark.parametrize("when", ["compile", "later"])

@@ -38,7 +38,7 @@ gpu, call = profile(0, (8, 6)), GemmCall(64, 64, 64, "float16")
 table, breaker, timer = Table(None, {}), Breaker(), EventTimer()
 tuner = Tuner("auto", lambda gpu: table)
 found = Candidates((Candidate(), Candidate(stock_config=0)), "")
-trial, uses = tuner.choose(0, gpu, call, found), first_use.FirstUse()
+trial, uses = tuner.choose(0, gpu, call, found, bool), first_use.FirstUse()
 uses._of(0)
 known = [patcher._PATCHER, table, timer, tuner, trial, uses, first_use._triton]
 assert {type(one) for one in known} == set(forks.ForkSafe.__subclasses__())
@@ -71,7 +71,7 @@ def work():
     patcher.disable()
     table.put("key", Entry("stock", 1, {}, "run"))
     assert table.get("key")
-    assert tuner.choose(0, gpu, call, found) is trial
+    assert tuner.choose(0, gpu, call, found, bool) is trial
     trial.add(trial.next(), 1.0)
     timer.collect()
     ran = []

@@ -224,3 +224,25 @@ def test_many_threads_share_a_trial() -> None:
         thread.join()
     assert trial.winner == OURS
     assert len(trial.microseconds) == len(NAMES)
+
+
+def test_a_sample_that_never_comes_back_does_not_hold_up_the_choice_for_ever() -> None:
+    trial = Trial(["stock", "fast"])
+    lost = trial.next()
+    assert lost is not None
+    for _ in range(2000):
+        name = trial.next()
+        if name is not None:
+            trial.add(name, 50.0 if name == "fast" else 60.0)
+    assert trial.winner == "fast"
+
+
+def test_a_sample_that_comes_back_after_it_was_given_up_counts_like_any_other() -> None:
+    trial = Trial(["stock", "fast"])
+    late = [trial.next() for _ in range(14)]
+    while trial.next() is None:
+        pass
+    for name in late:
+        assert name is not None
+        trial.add(name, 50.0 if name == "fast" else 60.0)
+    assert trial.winner == "fast"

@@ -313,7 +313,7 @@ def test_no_form_needs_more_memory_than_with_stock(record: Record) -> None:
     theirs = peaks()
     more = {name: ours[name] - theirs[name] for name in forms if ours[name] > theirs[name]}
     record.add("int8_linear_peak", forms=len(forms), more=more)
-    # Our kernel reads a copy of a weight that does not start on 16 bytes, stock's reads it as it is.
+    # Our kernel reads a copy of a weight that does not start on 16 bytes, stock's the weight.
     assert more.pop("rms_norm by a weight that starts unaligned, rotated", 0) <= K * 2
     assert more == {}
 

@@ -275,7 +275,7 @@ def test_an_activation_is_stocks_sequence_of_instructions(
     assert_nothing_spills(kernel, architecture, tmp_path)
     ptx = kernel.asm["ptx"]
     assert "ld.global.v4" in ptx
-    # By thread, 96 values in the pieces, or 48 of situ, and 16 at a time of rows that are taken once
+    # By thread, 96 values in the pieces, 48 with situ, and 16 at a time of rows that are taken once
     # more, and the reciprocal of either's scale.
     values = 64 if act == "situ" else 112
     counts = {name: ptx.count(name) for name in ("ex2.approx", "rcp.approx", "tanh.approx", "fma")}

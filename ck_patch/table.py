@@ -157,11 +157,11 @@ class Table(ForkSafe):
             content = table_file.render(self._environment, entries)
             if len(content) > table_file.LARGEST:
                 _complain(f"{path} is full, and is begun anew where it is removed")
-                unsaved = {key: unsaved[key] for key in found.entries.keys() & unsaved.keys()}
-                changed = table_file.merged(found.entries, unsaved)
-                content = table_file.render(self._environment, changed)
-                if not unsaved or len(content) > table_file.LARGEST:
+                unsaved = table_file.fitting(self._environment, found.entries, unsaved)
+                if not unsaved:
                     return False
+                fitting = table_file.merged(found.entries, unsaved)
+                content = table_file.render(self._environment, fitting)
             files.replace(path, content)
         with self._lock:
             for key, entry in unsaved.items():

@@ -95,6 +95,25 @@ def render(environment: Environment, entries: Mapping[str, Entry]) -> bytes:
     return f"{json.dumps(document, indent=1, sort_keys=True, allow_nan=False)}\n".encode()
 
 
+def fitting(
+    environment: Environment, older: Mapping[str, Entry], newer: Mapping[str, Entry]
+) -> dict[str, Entry]:
+    """As many of `newer`, from the first, as can join `older` in a document that is not too large
+    to be read."""
+
+    def size(entries: Mapping[str, Entry]) -> int:
+        return len(render(environment, entries))
+
+    room = LARGEST - size(older)
+    found = {}
+    for key, entry in newer.items():
+        needed = size({key: entry}) - size({key: older[key]} if key in older else {})
+        if needed <= room:
+            room -= needed
+            found[key] = entry
+    return found
+
+
 def parse(content: bytes) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Environment and entries of a document, without the entries that are malformed.
 

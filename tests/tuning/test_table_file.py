@@ -167,6 +167,28 @@ def test_a_huge_file_is_not_read_and_not_replaced(tmp_path: Path) -> None:
     assert len(table_file.read_bytes(file)) < 2**24
 
 
+@given(ENTRIES, ENTRIES, st.integers(0, 4000))
+def test_what_fits_can_be_read_again(
+    older: dict[str, Entry], newer: dict[str, Entry], room: int
+) -> None:
+    alone = len(render(HERE, older))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(table_file, "LARGEST", alone + room)
+        fitting = table_file.fitting(HERE, older, newer)
+        content = render(HERE, {**older, **fitting})
+        assert set(parse(content)[1]) == older.keys() | fitting.keys()
+
+
+def test_the_first_of_what_fits_comes_first_and_what_is_known_may_always_change() -> None:
+    new = {f"new {number}": STOCK for number in range(9)}
+    size = len(render(HERE, {"new 0": STOCK})) - len(render(HERE, {}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(table_file, "LARGEST", len(render(HERE, {KEY: OURS})) + 3 * size)
+        assert list(table_file.fitting(HERE, {KEY: OURS}, new)) == ["new 0", "new 1", "new 2"]
+        patched.setattr(table_file, "LARGEST", len(render(HERE, {KEY: OURS})))
+        assert table_file.fitting(HERE, {KEY: OURS}, {"new": STOCK, KEY: OURS}) == {KEY: OURS}
+
+
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_garbage_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):

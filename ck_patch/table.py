@@ -102,9 +102,10 @@ class Table(ForkSafe):
         files.write(path, table_file.render(self._environment, entries))
         return len(entries)
 
-    def import_(self, path: Path) -> int:
+    def import_(self, path: Path) -> tuple[int, int]:
         """Put the entries that `export` wrote, on this machine or one of the same kind, and return
-        their number. Raises OSError, and ValueError that says why none of them is taken."""
+        how many of them count here, and how many there are: a sweep here stays, and a choice may
+        name no candidate. Raises OSError, and ValueError that says why none of them is taken."""
         try:
             theirs, entries = table_file.parse(table_file.read_bytes(path))
         except ValueError as error:
@@ -112,9 +113,11 @@ class Table(ForkSafe):
         different = differences(self._environment, theirs)
         if different:
             raise ValueError(f"{path} is of another kind of machine: {'; '.join(different)}")
-        for key, entry in entries.items():
+        choices = {key: e for key, e in entries.items() if table_file.names_candidate(e)}
+        for key, entry in choices.items():
             self.put(key, entry)
-        return len(entries)
+        here = self.entries()
+        return sum(here[key] == entry for key, entry in choices.items()), len(entries)
 
     def _loaded(self) -> dict[str, Entry]:
         if self._entries is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ck_patch import files
+from ck_patch import candidates, files
 from ck_patch.environment import FORMAT, Environment
 
 LARGEST = 8 * 2**20
@@ -72,8 +72,19 @@ class Content:
 
 def displaces(entry: Entry, known: Entry | None) -> bool:
     """Whether `entry`, the newer, takes the place of `known`: what a render measured, beside its
-    own work, never does that to what a sweep measured."""
-    return known is None or known.source == "run" or entry.source == "sweep"
+    own work, never does that to what a sweep measured, unless that names no candidate."""
+    if known is None or known.source == "run" or entry.source == "sweep":
+        return True
+    return not names_candidate(known)
+
+
+def names_candidate(entry: Entry) -> bool:
+    """Whether the choice is one that this version has."""
+    try:
+        candidates.parse(entry.choice)
+    except ValueError:
+        return False
+    return True
 
 
 def merged(older: Mapping[str, Entry], newer: Mapping[str, Entry]) -> dict[str, Entry]:

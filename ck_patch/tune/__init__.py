@@ -210,14 +210,17 @@ def _export(path: Path) -> int:
 def _import(path: Path) -> int:
     table = _table()
     try:
-        count = table.import_(path)
+        taken, there = table.import_(path)
     except OSError as error:
         raise Missing(f"{path} cannot be read ({files.reason(error)})") from None
     except ValueError as error:
         raise Missing(str(error)) from None
     if not table.save():
         raise Missing("what was read could not be saved")
-    print(f"{_many(count, 'choice')} for {_gpu().name} taken over from {path}.")
+    print(f"{_many(taken, 'choice')} for {_gpu().name} taken over from {path}.")
+    if taken < there:
+        left = _many(there - taken, "other")
+        print(f"{left} left out: a sweep has chosen here, or there is no such candidate.")
     _print_unused()
     return 0
 

@@ -616,7 +616,16 @@ def test_a_table_goes_to_a_machine_of_the_same_kind(
     machine.move(tmp_path / "two")
     assert machine.entries() == {}
     assert cli.main(["tune", "--import", str(file)]) == 0
-    assert f"2 choices for H200 taken over from {file}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"2 choices for H200 taken over from {file}" in printed
+    assert "left out" not in printed
+    assert machine.entries() == learned
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"choice": "', '"choice": "no ', 1), encoding="utf-8")
+    assert cli.main(["tune", "--import", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 choice for H200 taken over" in printed
+    assert "1 other left out: a sweep has chosen here, or there is no such candidate" in printed
     assert machine.entries() == learned
 
 

@@ -525,7 +525,7 @@ def test_an_exported_table_is_taken_by_a_machine_of_the_same_kind(
     assert document(exported)["environment"] == HERE
     there = {**HERE, "driver": "590.48.01", "torch": "2.12.0+cu130", "triton": "3.7.0"}
     other = Table(tmp_path / "there.json", there)
-    assert other.import_(exported) == 2
+    assert other.import_(exported) == (2, 2)
     assert other.save()
     again = Table(tmp_path / "there.json", there)
     assert again.entries() == {KEY: STOCK, OTHER: SWEPT}
@@ -534,8 +534,23 @@ def test_an_exported_table_is_taken_by_a_machine_of_the_same_kind(
     mixed = Table(None, HERE)
     mixed.put(KEY, swept_here)
     mixed.put(OTHER, OURS)
-    mixed.import_(exported)
+    assert mixed.import_(exported) == (1, 2)
+    assert mixed.import_(exported) == (1, 2)
     assert mixed.entries() == {KEY: swept_here, OTHER: SWEPT}
+
+
+def test_a_choice_that_names_no_candidate_is_not_imported(tmp_path: Path) -> None:
+    known = Table(None, HERE)
+    gone = Entry("triton:gone", 4096, {}, "sweep")
+    known.put(KEY, gone)
+    known.put(OTHER, SWEPT)
+    assert known.export(tmp_path / "exported.json") == 2
+    other = Table(None, HERE)
+    assert other.import_(tmp_path / "exported.json") == (1, 2)
+    assert other.entries() == {OTHER: SWEPT}
+    # Nor does it stand in the way of what a render measures.
+    known.put(KEY, STOCK)
+    assert known.get(KEY) == STOCK
 
 
 @pytest.mark.parametrize(

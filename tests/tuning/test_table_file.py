@@ -278,6 +278,7 @@ def test_a_file_that_cannot_be_read_now_is_an_obstacle(
         (STOCK, SWEPT, SWEPT),
         (SWEPT, OURS, SWEPT),
         (SWEPT, Entry("stock", 1, {}, "sweep"), Entry("stock", 1, {}, "sweep")),
+        (Entry("cfg99", 1, {}, "sweep"), OURS, OURS),
     ],
 )
 def test_a_sweep_gives_way_to_a_sweep_alone(older: Entry, newer: Entry, stays: Entry) -> None:

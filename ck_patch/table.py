@@ -22,6 +22,7 @@ __all__ = ["Entry", "Table", "for_device"]
 _DELAY = 5.0
 _WAIT = 2.0
 _LOCK_FILE = "tuned.lock"
+_HOMELESS = "there is no home directory"
 
 
 def for_device(profile: DeviceProfile, configured: str | None) -> Table:
@@ -43,9 +44,11 @@ class Table(ForkSafe):
 
     def __init__(self, path: Path | None, environment: Environment) -> None:
         super().__init__()
-        self._path = path
+        self.path = path
+        """The file, which need not exist."""
         self._environment = dict(environment)
         self._entries: dict[str, Entry] | None = None
+        self._fault: str | None = None
         _tables.add(self)
 
     def _start(self) -> None:
@@ -79,16 +82,46 @@ class Table(ForkSafe):
         with self._lock:
             return dict(self._loaded())
 
-    def save(self) -> bool:
+    def unreadable(self) -> str | None:
+        """Why nothing of the file is used, where there is one."""
+        with self._lock:
+            self._loaded()
+            return self._fault and f"{self.path} {self._fault}"
+
+    def unwritable(self) -> str | None:
+        """Why nothing could be saved now, as far as can be told; nothing is left behind."""
+        if self.path is None:
+            return _HOMELESS
+        path = Path(os.path.realpath(self.path))
+        obstacle = table_file.read(path, self._environment).obstacle
+        if obstacle is not None:
+            return f"{path} {obstacle}"
+        place = path
+        try:
+            place = next(filter(Path.exists, path.parents))
+            files.check(place / path.name)
+            place = path.with_name(_LOCK_FILE)
+            if place.exists():
+                with file_lock.held(place, _WAIT) as alone:
+                    return None if alone else _held(place)
+        except OSError as error:
+            return f"{place} cannot be written ({files.reason(error)})"
+        return None
+
+    def save(self, last: bool = False) -> bool:
         """Write what was put, together with what other processes have written meanwhile, which is
-        then known here too. Returns whether all is saved; waits some seconds at most."""
+        then known here too. Returns whether all is saved; waits some seconds at most, and says so
+        if that was the `last` try."""
         if not self._unsaved:
             return True
         saving = self._saving
-        if self._path is None or not saving.acquire(timeout=_WAIT):
+        if self.path is None or not saving.acquire(timeout=_WAIT):
             return False
         try:
-            return self._save(Path(os.path.realpath(self._path)))  # A link stays one.
+            return self._save(Path(os.path.realpath(self.path)), last)  # A link stays one.
+        except OSError as error:
+            _complain(self.unwritable() or str(error))
+            return False
         except Exception as error:
             _complain(str(error) or type(error).__name__)
             return False
@@ -121,14 +154,15 @@ class Table(ForkSafe):
 
     def _loaded(self) -> dict[str, Entry]:
         if self._entries is None:
-            self._entries = (
-                {} if self._path is None else table_file.read(self._path, self._environment).entries
-            )
+            self._entries = {}
+            if self.path is not None:
+                found = table_file.read(self.path, self._environment)
+                self._entries, self._fault = found.entries, found.obstacle or found.fault
         return self._entries
 
     def _schedule(self) -> None:
-        if self._path is None:
-            _complain("there is no home directory")
+        if self.path is None:
+            _complain(_HOMELESS)
         elif self._timer is None and not sys.is_finalizing():
             timer = threading.Timer(_DELAY, self._save_now)
             timer.name = "ck_patch table"
@@ -143,10 +177,13 @@ class Table(ForkSafe):
             self._timer = None
         self.save()
 
-    def _save(self, path: Path) -> bool:
+    def _save(self, path: Path, last: bool) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock.held(path.with_name(_LOCK_FILE), _WAIT) as alone:
+        lock = path.with_name(_LOCK_FILE)
+        with file_lock.held(lock, _WAIT) as alone:
             if not alone:
+                if last:
+                    _complain(_held(lock))
                 return False
             files.remove_abandoned(path.parent, "tuned-*.json")
             found = table_file.read(path, self._environment)
@@ -171,12 +208,17 @@ class Table(ForkSafe):
                 if self._unsaved.get(key) is entry:
                     del self._unsaved[key]
             self._entries = table_file.merged(entries, self._unsaved)
+            self._fault = None
             if self._unsaved:
                 return False
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
             return True
+
+
+def _held(lock: Path) -> str:
+    return f"another process holds {lock}"
 
 
 def _complain(reason: str) -> None:
@@ -193,4 +235,4 @@ _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 @atexit.register
 def _save_all() -> None:
     for table in list(_tables):
-        table.save()
+        table.save(last=True)

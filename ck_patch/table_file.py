@@ -64,10 +64,12 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Content:
-    """The entries found; `obstacle` says why the file must stay as it is."""
+    """The entries found; `obstacle` says why the file must stay as it is, `fault` what is wrong
+    with one that may be replaced."""
 
     entries: dict[str, Entry]
     obstacle: str | None = None
+    fault: str | None = None
 
 
 def displaces(entry: Entry, known: Entry | None) -> bool:
@@ -176,8 +178,8 @@ def read(path: Path, environment: Environment) -> Content:
         return Content({}, "was written by a newer ck_patch")
     except TooLarge:
         return Content({}, "is too large for a table")
-    except ValueError:
-        return Content({})
+    except ValueError as error:
+        return Content({}, fault=f"holds no table that can be read: {error}")
     if theirs != environment:
         return Content({}, "is of another environment")
     return Content(entries)

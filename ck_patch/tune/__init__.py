@@ -112,13 +112,14 @@ def _run(
     if plot_path is not None:
         prerequisites.need_matplotlib()
     table = _table()
+    reason = table.unwritable()
+    if reason is not None:
+        raise Missing(f"no choice could be kept: {reason}")
     prerequisites.patch()
     stamp = prerequisites.stamped("tune")
-    known = table.entries()
-    calls = _calls(sets, bias, known)
-    found = _swept(calls, budget, table, known)
+    found = _swept(_calls(sets, bias, table), budget, table)
     # Before anything else can fail.
-    unsaved = [] if table.save() else ["the choices could not be saved"]
+    unsaved = [] if table.save(last=True) else ["the choices could not be saved"]
     from ck_patch.tune import plot, show
 
     show.show(found.rows)
@@ -127,13 +128,16 @@ def _run(
     return _concluded(found, budget, unsaved)
 
 
-def _calls(sets: Sets | None, bias: bool, known: Mapping[str, Entry]) -> list[GemmCall]:
+def _calls(sets: Sets | None, bias: bool, table: Table) -> list[GemmCall]:
     from ck_patch.tune import calls
 
     if sets is None:
-        found = calls.recorded(known)
+        found = calls.recorded(table.entries())
         if not found:
-            raise Missing("the table of this machine has met no shapes yet; --shapes names some")
+            raise Missing(
+                table.unreadable()
+                or "the table of this machine has met no shapes yet; --shapes names some"
+            )
         return found
     if not bias:
         return calls.of_shapes(unique(sets), None)
@@ -142,9 +146,7 @@ def _calls(sets: Sets | None, bias: bool, known: Mapping[str, Entry]) -> list[Ge
     return calls.of_shapes(unique(sets), bias_dtype())
 
 
-def _swept(
-    calls: Sequence[GemmCall], budget: float | None, table: Table, known: Mapping[str, Entry]
-) -> Found:
+def _swept(calls: Sequence[GemmCall], budget: float | None, table: Table) -> Found:
     """Measure, and keep each choice at once: a sweep may be interrupted."""
     from ck_patch.candidates import key
     from ck_patch.tune import progress
@@ -163,7 +165,7 @@ def _swept(
             chosen = "nothing" if row is None else row.choice
             advance(f"{named(call)}, {chosen}, {begin - before:.1f} s")
 
-        return sweep(calls, budget, known=known, done=done)
+        return sweep(calls, budget, known=table.entries(), done=done)
 
 
 def _concluded(found: Found, budget: float | None, unsaved: Sequence[str]) -> int:
@@ -198,7 +200,9 @@ def _print_unused() -> None:
 def _export(path: Path) -> int:
     table = _table()
     if not table.entries():
-        raise Missing("the table of this machine is empty: there is nothing to export")
+        raise Missing(
+            table.unreadable() or "the table of this machine is empty: there is nothing to export"
+        )
     try:
         count = table.export(path)
     except OSError as error:

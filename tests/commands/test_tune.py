@@ -576,13 +576,48 @@ def test_what_is_not_reached_is_said_and_no_failure(
     assert "Not reached within 60 s: 9x8x16" in capsys.readouterr().out
 
 
+def full(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_choices_that_cannot_be_saved_end_it_with_1(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tune.sweep
+
+    def sweep(*given: Any, **more: Any) -> Found:
+        monkeypatch.setattr(os, "fsync", full)
+        return whole(*given, **more)
+
+    monkeypatch.setattr(tune, "sweep", sweep)
+    assert cli.main(["tune", "--shapes", "77x3072x3072"]) == 1
+    printed = capsys.readouterr()
+    assert "the choices could not be saved" in printed.err
+    assert "All candidates of 1 call are equal to stock.\n" in printed.out
+    assert "NOT every result" not in printed.out
+
+
+def test_a_folder_where_no_choice_could_be_kept_is_known_before_the_sweep(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a file").write_text("", encoding="utf-8")
-    machine.move(tmp_path / "a file" / "folder")
+    file = tmp_path / "a file"
+    file.touch()
+    machine.move(file / "folder")
     assert cli.main(["tune", "--shapes", "77x3072x3072"]) == 1
-    assert "the choices could not be saved" in capsys.readouterr().err
+    assert machine.swept == []
+    said = capsys.readouterr().err
+    assert f"tune cannot run: no choice could be kept: {machine.path} cannot be read (Not a" in said
+
+
+@pytest.mark.parametrize("options", [["--recorded"], ["--export", "{}"]])
+def test_a_table_that_cannot_be_read_is_not_called_empty(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    machine.path.parent.mkdir()
+    machine.path.write_text("{", encoding="utf-8")
+    assert cli.main(["tune", *(option.format(tmp_path / "it.json") for option in options)]) == 1
+    said = capsys.readouterr().err
+    assert f"cannot run: {machine.path} holds no table that can be read: " in said
 
 
 @pytest.mark.parametrize(
@@ -672,10 +707,6 @@ def test_an_export_that_cannot_be_written_leaves_the_old_file(
     file = tmp_path / "table.json"
     file.write_text("old", encoding="utf-8")
     cli.main(["tune", "--shapes", "77x3072x3072"])
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(os, "fsync", full)
     assert cli.main(["tune", "--export", str(file)]) == 1
     assert "cannot be written (No space left on device)" in capsys.readouterr().err

@@ -251,13 +251,41 @@ def test_what_stands_in_the_way_stays_and_is_said_once(
     put_in_place(path)
     known = Table(path, HERE)
     assert known.get(KEY) is None
+    reason = known.unwritable()
     for entry in (STOCK, OURS):
         known.put(KEY, entry)
         assert not known.save()
     assert known.get(KEY) == OURS
     (message,) = caplog.messages
-    assert message.startswith(FORGOTTEN)
+    assert message == f"{FORGOTTEN}{reason}; CK_PATCH_CACHE_DIR can name another folder"
     assert "ck_patch" in message
+    assert "[Errno" not in message
+
+
+def test_whether_a_table_can_be_saved_is_known_before_and_nothing_is_left(
+    path: Path, tmp_path: Path
+) -> None:
+    known = Table(path, HERE)
+    assert known.unwritable() is None
+    assert names(tmp_path) == []
+    saved(path)
+    assert known.unwritable() is None
+    assert names(path.parent) == [path.name, "tuned.lock"]
+    assert Table(None, HERE).unwritable() == "there is no home directory"
+
+
+def test_a_file_of_which_nothing_was_read_has_a_reason_until_it_is_replaced(path: Path) -> None:
+    assert Table(path, HERE).unreadable() is None
+    saved(path)
+    assert Table(path, HERE).unreadable() is None
+    path.write_text("{", encoding="utf-8")
+    known = Table(path, HERE)
+    assert str(known.unreadable()).startswith(f"{path} holds no table that can be read: Expecting")
+    known.put(KEY, STOCK)
+    assert known.save()
+    assert known.unreadable() is None
+    path.write_text(written({}, format=FORMAT + 1), encoding="utf-8")
+    assert Table(path, HERE).unreadable() == f"{path} was written by a newer ck_patch"
 
 
 def refuse(code: int) -> Callable[..., Any]:
@@ -296,7 +324,8 @@ def test_a_disk_that_is_full_or_read_only_is_said_once_and_tried_again(
             assert not one.save()
     assert known.get(OTHER) == OURS
     (message,) = caplog.messages
-    assert message.startswith(f"{FORGOTTEN}[Errno {code}] {os.strerror(code)}")
+    assert message.startswith(FORGOTTEN)
+    assert os.strerror(code) in message
     if name != "mkdir":
         assert names(path.parent) == [path.name, "tuned.lock"]
         assert Table(path, HERE).entries() == {KEY: STOCK}
@@ -445,12 +474,19 @@ def test_a_lock_that_others_keep_is_not_waited_for_long(
     known = Table(path, HERE)
     known.put(OTHER, STOCK)
     monkeypatch.setattr(table, "_WAIT", 0.05)
-    with file_lock.held(path.with_name("tuned.lock"), 0.0) as got:
+    lock = path.with_name("tuned.lock")
+    with file_lock.held(lock, 0.0) as got:
         assert got
+        assert known.unwritable() == f"another process holds {lock}"
         assert not known.save()
     assert known.save()
     assert Table(path, HERE).get(OTHER) == STOCK
     assert caplog.messages == []
+    known.put(OTHER, OURS)
+    with file_lock.held(lock, 0.0):
+        assert not known.save(last=True)
+    (message,) = caplog.messages
+    assert message.startswith(f"{FORGOTTEN}another process holds {lock}")
 
 
 def test_what_is_put_is_saved_a_little_later_by_another_thread(

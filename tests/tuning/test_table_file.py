@@ -154,7 +154,10 @@ BROKEN = {
 def test_a_broken_file_holds_nothing_and_may_be_replaced(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "table"
     file.write_bytes(content)
-    assert read(file, HERE) == Content({})
+    found = read(file, HERE)
+    assert (found.entries, found.obstacle) == ({}, None)
+    assert found.fault is not None
+    assert found.fault.startswith("holds no table that can be read: ")
     with pytest.raises(ValueError, match=r"."):
         parse(content)
 

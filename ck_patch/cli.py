@@ -16,25 +16,49 @@ from ck_patch import files, shapes
 
 T = TypeVar("T")
 
+# As a shell has it for a process that SIGINT has ended.
+_INTERRUPTED = 130
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a usage error exits with 2."""
+    _prepare_streams()
     options = _parser().parse_args(arguments)
     if options.command == "tune":
         _check_tune(options)
     try:
         return _run(options)
-    except BrokenPipeError:
-        # The reader has seen enough. What is still buffered must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except KeyboardInterrupt:
+        kept = "; the choices made so far are kept" if options.command == "tune" else ""
+        return _ended(_INTERRUPTED, f"ck_patch {options.command}: interrupted{kept}\n")
+    except BrokenPipeError:  # The reader has seen enough.
+        return _ended(1)
+    except OSError as error:
+        return _ended(1, f"ck_patch {options.command}: {error}\n")
 
 
-def _run(options: argparse.Namespace) -> int:
-    for stream in (sys.stdout, sys.stderr):
+def _prepare_streams() -> None:
+    for name in ("stdout", "stderr"):
+        # Closed by the shell, or never there: pythonw.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        stream = getattr(sys, name)
         # A path may hold letters that the terminal's encoding lacks: show them escaped.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _ended(code: int, line: str = "") -> int:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stderr.write(line)
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     # This program has no logging of its own that would show the lines of ck_patch.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ck_patch: %(message)s"))

@@ -162,6 +162,7 @@ def _swept(calls: Sequence[GemmCall], budget: float | None, table: Table) -> Fou
             if row is not None:
                 us = {name: round(time, 2) for name, time in row.us.items()}
                 table.put(key(call), Entry(row.choice, call.m, us, "sweep"))
+                table.save()
             chosen = "nothing" if row is None else row.choice
             advance(f"{named(call)}, {chosen}, {begin - before:.1f} s")
 

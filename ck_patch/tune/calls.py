@@ -13,7 +13,8 @@ from ck_patch.table_file import Entry
 
 _DTYPE = "float32|float16|bfloat16"
 _KEY = re.compile(
-    rf"(cuda|triton|eager) [0-9]+x([0-9]+)x([0-9]+) ({_DTYPE}) (no|{_DTYPE}) bias( residual)?"
+    rf"(cuda|triton|eager) [0-9]+x([0-9]{{1,10}})x([0-9]{{1,10}}) ({_DTYPE}) (no|{_DTYPE}) bias"
+    "( residual)?"
 )
 
 

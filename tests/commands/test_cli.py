@@ -102,3 +102,47 @@ def _without_packages(folder: Path) -> None:
     """Shadow what takes long to import."""
     for name in ("torch", "triton", "comfy_kitchen"):
         (folder / f"{name}.py").write_text("raise ImportError", encoding="utf-8")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_below_stdout_is_one_line(tmp_path: Path) -> None:
+    done = _with_stdout("/dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "ck_patch info: [Errno 28] No space left on device\n",
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_closed_streams_are_no_error(tmp_path: Path) -> None:
+    done = _with_stdout("&-", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def _with_stdout(target: str, packages: Path) -> subprocess.CompletedProcess[str]:
+    """Run `info`, with its standard output where a shell's > sends it."""
+    _without_packages(packages)
+    env = os.environ | {"PYTHONPATH": f"{packages}{os.pathsep}{REPOSITORY}"}
+    command = f'exec "$0" -m ck_patch info >{target}'
+    return subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable], env=env, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("info", "ck_patch info: interrupted\n"),
+        ("tune", "ck_patch tune: interrupted; the choices made so far are kept\n"),
+    ],
+)
+def test_an_interrupt_is_one_line_and_the_exit_code_of_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, line: str
+) -> None:
+    def interrupt(options: object) -> int:
+        print("what was shown")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_command", interrupt)
+    assert cli.main([command]) == 130
+    assert capsys.readouterr() == ("what was shown\n", line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -281,6 +282,8 @@ class TestCalls:
             # Of other buckets than M = 77 has here.
             "cuda 96x3072x3072 bfloat16 no bias",
             "hip 128x3072x3072 bfloat16 no bias",
+            # Python converts no number of so many digits.
+            f"cuda 80x{'9' * 5000}x3072 bfloat16 no bias",
         ],
     )
     def test_a_key_of_another_version_is_no_call(self, key: str) -> None:
@@ -595,6 +598,25 @@ def test_choices_that_cannot_be_saved_end_it_with_1(
     assert "the choices could not be saved" in printed.err
     assert "All candidates of 1 call are equal to stock.\n" in printed.out
     assert "NOT every result" not in printed.out
+
+
+def test_what_was_chosen_is_in_the_file_when_the_process_is_killed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    @contextlib.contextmanager
+    def shown(what: str, total: int) -> Iterator[Callable[[str], None]]:
+        def kill(line: str) -> None:
+            raise Killed
+
+        yield kill
+
+    monkeypatch.setattr(progress, "shown", shown)
+    with pytest.raises(Killed):
+        cli.main(["tune", "--shapes", "77x3072x3072,4096x3072x3072"])
+    assert machine.entries().keys() == {candidates.key(SMALL)}
 
 
 def test_a_folder_where_no_choice_could_be_kept_is_known_before_the_sweep(

@@ -50,10 +50,8 @@ def parse(name: str) -> Candidate:
     if name == STOCK.name:
         return STOCK
     number = name.removeprefix(_CONFIG)
-    if name.startswith(_CONFIG) and number.isascii() and number.isdigit() and len(number) < 3:
-        if int(number) < STOCK_CONFIGS:
-            return Candidate(stock_config=int(number))
-        raise ValueError(f"is beyond {_CONFIG}{STOCK_CONFIGS - 1}")
+    if name.startswith(_CONFIG) and number in map(str, range(STOCK_CONFIGS)):
+        return Candidate(stock_config=int(number))
     if name.startswith(_OURS):
         return Candidate(tiles.parse(name.removeprefix(_OURS)))
     raise ValueError(f"is none of stock, {_CONFIG}0 to {_CONFIG}{STOCK_CONFIGS - 1}, {_OURS}NAME")

@@ -57,6 +57,7 @@ def test_a_name_says_which_candidate_it_is() -> None:
         "",
         "cfg",
         "cfg14",
+        "cfg07",
         "cfg-1",
         "cfg007",
         "cfg٣",

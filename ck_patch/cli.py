@@ -233,7 +233,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError(f"{text} is no number of seconds")
+        raise ValueError(f"{shapes.abridged(text)} is no number of seconds")
     return seconds
 
 

@@ -15,6 +15,7 @@ Sets = dict[str, list[Shape]]
 
 # Of one matrix. Far above it, torch cannot even express the size.
 _MOST_ELEMENTS = 2**40
+_LONGEST_TEXT = 60
 
 
 def load() -> Sets:
@@ -37,13 +38,18 @@ def named(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
+def abridged(text: str) -> str:
+    """What a user gave, for a message that is to be read."""
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
 def parse(text: str) -> Shape:
     """The shape that `named` writes; ValueError says what is wrong with the text."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
-        raise ValueError(f"{text} is not of the form MxNxK")
+        raise ValueError(f"{abridged(text)} is not of the form MxNxK")
     if max(map(len, sizes)) > 10:
-        raise ValueError(f"{text[:60]} is larger than any GPU's memory")
+        raise ValueError(f"{abridged(text)} is larger than any GPU's memory")
     return _checked(text, *map(int, sizes))
 
 
@@ -61,7 +67,7 @@ def select(text: str) -> Sets:
             found.setdefault("--shapes", []).append(parse(item))
         else:
             raise ValueError(
-                f"{item[:60]!r} is neither a file nor MxNxK nor a set of shapes; "
+                f"{abridged(item)!r} is neither a file nor MxNxK nor a set of shapes; "
                 f"there are: {', '.join(known)}"
             )
     return found
@@ -91,6 +97,7 @@ def _read(path: Path) -> Sets:
 
 
 def _checked(text: str, m: int, n: int, k: int) -> Shape:
+    text = abridged(text)
     if not all(type(size) is int for size in (m, n, k)):
         raise ValueError(f"{text} is not of whole numbers")
     if max(m * k, n * k, m * n) > _MOST_ELEMENTS:

@@ -54,6 +54,18 @@ def test_a_usage_error_ends_with_2_and_prints_nothing_on_stdout(
     assert "usage: ck-patch" in printed.err
 
 
+@pytest.mark.parametrize(
+    "text", ["1" * 100_000, "9" * 100_000 + "x8x16", "x" * 100_000, "1x8x16" * 20_000]
+)
+@pytest.mark.parametrize("option", [["bench", "--shapes"], ["demo", "--shape"]])
+def test_an_error_does_not_repeat_all_of_a_long_text(
+    option: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*option, text])
+    assert len(capsys.readouterr().err) < 2000
+
+
 def test_the_console_script_and_the_module_run_the_same_function() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^ck-patch = "ck_patch\.cli:main"$', project, re.MULTILINE)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ck_patch import files, prerequisites, results, settings
+from ck_patch import files, notices, prerequisites, results, settings
 from ck_patch.prerequisites import Missing
 from ck_patch.route import GemmCall
 from ck_patch.shapes import Sets, unique
@@ -196,6 +196,9 @@ def _print_unused() -> None:
     reason = unused.reason(settings.load())
     if reason is not None:
         print(f"The table is not used as long as {reason} is set.")
+    obstacle = notices.cuda_backend_obstacle()
+    if obstacle is not None:
+        print(f"ComfyUI has no use for choices of the CUDA backend: {obstacle}.")
 
 
 def _export(path: Path) -> int:

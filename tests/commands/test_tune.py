@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ck_patch import candidates, cli, prerequisites, shapes, table, tune
+from ck_patch import candidates, cli, notices, prerequisites, shapes, table, tune
 from ck_patch.candidates import Candidate
 from ck_patch.device import KNOWN, DeviceProfile
 from ck_patch.environment import environment, table_name
@@ -656,6 +656,17 @@ def test_a_setting_that_keeps_the_table_from_use_is_named(
     monkeypatch.setenv(variable, value)
     assert cli.main(["tune", "--shapes", "77x3072x3072"]) == 0
     assert f"not used as long as {variable}={value} is set" in capsys.readouterr().out
+
+
+def test_a_torch_with_which_comfyui_leaves_the_cuda_backend_alone_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tune", "--shapes", "77x3072x3072"]
+    for obstacle in ("torch was built for CUDA 12.8", None):
+        monkeypatch.setattr(notices, "cuda_backend_obstacle", lambda text=obstacle: text)
+        assert cli.main(arguments) == 0
+        said = f"ComfyUI has no use for choices of the CUDA backend: {obstacle}."
+        assert (said in capsys.readouterr().out) == (obstacle is not None)
 
 
 def test_a_table_goes_to_a_machine_of_the_same_kind(

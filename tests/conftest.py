@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import os
 import subprocess
 import sys
@@ -70,12 +71,22 @@ def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     session = request.session
     document = {
         "stamp": stamp(),
-        "command": f"./scripts/test.sh -m {request.config.option.markexpr} --record {target.name}",
+        "command": _command(request.config, target.name),
         "tests": {"collected": session.testscollected, "failed": session.testsfailed},
         **record.tables,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _command(config: pytest.Config, record: str) -> str:
+    """What makes this run again."""
+    option, words = config.option, ["./scripts/test.sh", "-m", config.option.markexpr]
+    if option.keyword:
+        words += ["-k", option.keyword]
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        words += config.args
+    return shlex.join([*words, "--record", record])
 
 
 class WarmInterpreter:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from ck_patch.breaker import classify
 from ck_patch.ops import capture_mode
 from ck_patch.ops.failures import Failures
 from ck_patch.ops.first_use import stream_of
@@ -69,10 +70,14 @@ class Explorer:
             else:
                 try:
                     done = work()
-                finally:
-                    trial.void(name, pause=False)
-        except Exception:
-            trial.drop(name)
+                except BaseException:
+                    trial.void(name)
+                    raise
+                trial.void(name, pause=False)
+        except Exception as error:
+            # What only this call was short of, the next may have.
+            if classify(error) == "other":
+                trial.drop(name)
             raise
         if not done and (kernel.proven or self._excluded(plan, kernel)):
             trial.drop(name)

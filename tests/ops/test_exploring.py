@@ -54,12 +54,14 @@ class Gpu:
     timed: int = 0
     wrong: set[str] = field(default_factory=set)
     crashing: set[str] = field(default_factory=set)
+    error: Exception = field(default_factory=lambda: RuntimeError("planted"))
+    """What those that crash raise."""
     late: bool = False
     """Times come with the next call but thirty, as from a queue that is full."""
 
     def compute(self, name: str, call: Operands) -> None:
         if name in self.crashing:
-            raise RuntimeError("planted")
+            raise self.error
         call.d.copy_(reference.gemm(call.a, call.b, call.x_scale, call.w_scale, None, call.d.dtype))
         if name in self.wrong:
             call.d[0, 0] += 1
@@ -386,6 +388,37 @@ def test_a_crashing_candidate_leaves_the_op_on_stock(
     assert one.call() == "stock"
     (opened,) = one.breaker.snapshot()
     assert (opened.operation, opened.reason) == ("op", "RuntimeError: planted")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), RecursionError("planted")])
+@pytest.mark.parametrize("when", ["compile", "later"])
+def test_a_failure_that_passes_takes_no_candidate_out(
+    process: Callable[..., Process], gpu: Gpu, when: str, error: Exception
+) -> None:
+    one = process()
+    gpu.times[NAMES[2]] = 90.0  # Too close to the others to be chosen before it fails.
+    if when == "later":
+        while gpu.ran.count(NAMES[2]) < 2:
+            one.call()
+    gpu.crashing.add(NAMES[2])
+    gpu.error = error
+    assert [one.call() for _ in range(20)].count("stock") > 3
+    gpu.crashing.clear()
+    for _ in range(60):
+        one.call()
+    assert one.call() == NAMES[2]
+    assert one.breaker.snapshot() == ()
+
+
+def test_a_candidate_that_never_fits_leaves_most_calls_to_the_others(
+    process: Callable[..., Process], gpu: Gpu
+) -> None:
+    gpu.crashing.add(NAMES[2])
+    gpu.error = torch.OutOfMemoryError("planted")
+    one = process()
+    results = [one.call() for _ in range(300)]
+    assert set(results[-100:]) <= {"stock", OURS}
+    assert results[-100:].count(OURS) >= 98
 
 
 def test_a_crash_on_one_device_leaves_the_other_alone(

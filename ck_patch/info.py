@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import ck_patch
-from ck_patch import activation, cache_dir, notices, preview, route, settings, table_file
+from ck_patch import activation, notices, preview, route, settings, table
 from ck_patch.activation import Activation
 from ck_patch.device import DeviceProfile
-from ck_patch.environment import environment, table_name
 from ck_patch.preview import Choice
 from ck_patch.slots import SLOTS
 from ck_patch.stock_paths import stock_path
+from ck_patch.table import Table
 from ck_patch.tune import unused
 
 # What a broken installation can raise at an import. KeyboardInterrupt is the user's.
@@ -90,11 +90,12 @@ class BackendPath:
 @dataclass(frozen=True)
 class Tuned:
     """The tuning table of a device here: its file, which need not exist, None without a home; how
-    many choices are in it; and why they are not used, if so."""
+    many choices are in it; why they are not used, and why new ones cannot be kept, if so."""
 
     path: str | None
     entries: int
     unused: str | None
+    unkept: str | None
 
 
 @dataclass(frozen=True)
@@ -285,6 +286,7 @@ def _device(index: int) -> Device:
 
         wanted = settings.load()
         found = profile(index, wanted.assumed(index))
+        known = table.for_device(found, wanted.cache_dir) if index >= 0 else None
         backend: route.Backend = "eager" if notices.cuda_backend_obstacle() else "cuda"
         return Device(
             index,
@@ -295,8 +297,8 @@ def _device(index: int) -> Device:
             None,
             tuple(_backend_path(found, wanted.int8, name) for name in route.BACKENDS),
             backend,
-            preview.choices(found, wanted.int8, backend=backend),
-            _tuned(found, wanted) if index >= 0 else None,
+            _routes(found, wanted, backend, known),
+            None if known is None else _tuned(known, wanted),
         )
     except _BROKEN as error:
         return Device(index, None, None, None, None, _describe(error))
@@ -308,15 +310,21 @@ def _backend_path(gpu: DeviceProfile, int8: str, backend: route.Backend) -> Back
     return BackendPath(backend, found.path, found.reason, found.advice, stock)
 
 
-def _tuned(gpu: DeviceProfile, wanted: settings.Settings) -> Tuned:
-    here = environment(gpu)
-    folder = cache_dir.folder(wanted.cache_dir)
-    if folder is None:
-        return Tuned(None, 0, "there is no home directory")
-    path = folder / table_name(here)
-    found = table_file.read(path, here)
-    reason = found.obstacle and f"the file {found.obstacle}"
-    return Tuned(str(path), len(found.entries), unused.reason(wanted) or reason)
+def _routes(
+    gpu: DeviceProfile, wanted: settings.Settings, backend: route.Backend, known: Table | None
+) -> tuple[Choice, ...]:
+    used = {} if known is None or unused.reason(wanted) else known.entries()
+    return preview.choices(gpu, wanted.int8, backend=backend, force=wanted.force, measured=used)
+
+
+def _tuned(known: Table, wanted: settings.Settings) -> Tuned:
+    fault = known.unreadable()
+    return Tuned(
+        None if known.path is None else str(known.path),
+        len(known.entries()),
+        unused.reason(wanted) or (fault and f"the file {fault}"),
+        known.unwritable(),
+    )
 
 
 def _notes(packages: tuple[Package, ...]) -> Iterator[str]:

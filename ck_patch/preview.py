@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ck_patch import candidates, route
+from ck_patch.candidates import STOCK, Candidate, Candidates
 from ck_patch.device import DeviceProfile
-from ck_patch.route import Backend
+from ck_patch.route import Backend, GemmCall
 from ck_patch.shapes import Shape
+from ck_patch.table_file import Entry
 
 SHAPES: tuple[tuple[str, Shape], ...] = (
     ("MiniMax H3", (37296, 21504, 5376)),
@@ -49,19 +52,35 @@ def choices(
     int8: str,
     shapes: Sequence[tuple[str, Shape]] = SHAPES,
     backend: Backend = "cuda",
+    force: str | None = None,
+    measured: Mapping[str, Entry] = MappingProxyType({}),
 ) -> tuple[Choice, ...]:
-    """The routes of a backend's linears on `device` under CK_PATCH_INT8=`int8`, as long as nothing
-    was measured there."""
+    """The routes of a backend's linears on `device` under CK_PATCH_INT8=`int8` and
+    CK_PATCH_FORCE=`force`; `measured` has the entries of the table that is used there."""
     whole = route.device_path(device, int8, backend)
     found = []
     for model, (m, n, k) in shapes:
         path, reason = str(whole.path), whole.reason
         if whole.ours:
-            call = route.GemmCall(m, n, k, "bfloat16", backend=backend)
-            offered = candidates.candidates(call, device, int8)
+            call = GemmCall(m, n, k, "bfloat16", backend=backend)
+            offered = candidates.chosen(call, device, int8, force)
             path, reason = offered.ordered[0].path, offered.reason
+            known = _known(call, device, offered, measured)
+            if known is not None:
+                path, reason = known.path, "measured on this machine"
         found.append(Choice(model, m, n, k, path, reason))
     return tuple(found)
+
+
+def _known(
+    call: GemmCall, device: DeviceProfile, offered: Candidates, measured: Mapping[str, Entry]
+) -> Candidate | None:
+    """The choice of a table, if there is one and it can run the call."""
+    entry = measured.get(candidates.key(call))
+    if entry is None or len(offered.ordered) == 1:
+        return None
+    every = (STOCK, *offered.ordered, *candidates.every(call, device))
+    return {one.name: one for one in every}.get(entry.choice)
 
 
 def grouped(found: Sequence[Choice]) -> list[tuple[str, str, str]]:

@@ -92,7 +92,8 @@ def _device(device: Device) -> None:
 def _tuned(tuned: Tuned) -> str:
     choices = "1 choice" if tuned.entries == 1 else f"{tuned.entries} choices"
     unused = f"; not used: {tuned.unused}" if tuned.unused else ""
-    return f"{choices} in {tuned.path or 'no file'}{unused}"
+    unkept = f"; new ones cannot be kept: {tuned.unkept}" if tuned.unkept else ""
+    return f"{choices} in {tuned.path or 'no file'}{unused}{unkept}"
 
 
 def _path(path: BackendPath) -> str:

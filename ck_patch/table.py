@@ -83,10 +83,10 @@ class Table(ForkSafe):
             return dict(self._loaded())
 
     def unreadable(self) -> str | None:
-        """Why nothing of the file is used, where there is one."""
+        """Why nothing of the file is used, where there is one: "is of another environment"."""
         with self._lock:
             self._loaded()
-            return self._fault and f"{self.path} {self._fault}"
+            return self._fault
 
     def unwritable(self) -> str | None:
         """Why nothing could be saved now, as far as can be told; nothing is left behind."""

@@ -150,9 +150,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _show_known(shapes: Sequence[Shape] | None) -> list[dict[str, Any]]:
-    int8 = settings.load().int8
+    given = settings.load()
+    int8 = given.int8
     wanted = preview.named(shapes)
-    known = [(gpu, preview.choices(gpu, int8, wanted)) for gpu in device.KNOWN]
+    known = [(gpu, preview.choices(gpu, int8, wanted, force=given.force)) for gpu in device.KNOWN]
     tables.show(
         f"The route that each GPU gets under {settings.INT8.name}={int8} "
         f"(bfloat16 output; {'as asked for' if shapes else 'shapes of real models'})",

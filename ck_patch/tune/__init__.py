@@ -134,10 +134,8 @@ def _calls(sets: Sets | None, bias: bool, table: Table) -> list[GemmCall]:
     if sets is None:
         found = calls.recorded(table.entries())
         if not found:
-            raise Missing(
-                table.unreadable()
-                or "the table of this machine has met no shapes yet; --shapes names some"
-            )
+            _need_readable(table)
+            raise Missing("the table of this machine has met no shapes yet; --shapes names some")
         return found
     if not bias:
         return calls.of_shapes(unique(sets), None)
@@ -204,9 +202,8 @@ def _print_unused() -> None:
 def _export(path: Path) -> int:
     table = _table()
     if not table.entries():
-        raise Missing(
-            table.unreadable() or "the table of this machine is empty: there is nothing to export"
-        )
+        _need_readable(table)
+        raise Missing("the table of this machine is empty: there is nothing to export")
     try:
         count = table.export(path)
     except OSError as error:
@@ -244,6 +241,12 @@ def _table() -> Table:
     from ck_patch import table
 
     return table.for_device(_gpu(), settings.load().cache_dir)
+
+
+def _need_readable(table: Table) -> None:
+    reason = table.unreadable()
+    if reason is not None:
+        raise Missing(f"{table.path} {reason}")
 
 
 def _gpu() -> DeviceProfile:

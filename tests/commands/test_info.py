@@ -238,7 +238,61 @@ def test_each_gpu_has_its_table_and_why_it_is_not_used(
     Path(path).unlink()
     Path(path).mkdir()
     _, printed = warm_interpreter.run(FAKE_GPUS + text, env=cache)
-    assert f"0 choices in {path}; not used: the file is not a regular file" in printed
+    assert (
+        f"0 choices in {path}; not used: the file is not a regular file; new ones cannot be kept: "
+        f"{path} is not a regular file\n"
+    ) in printed
+    Path(path).rmdir()
+    Path(path).write_text("{", encoding="utf-8")
+    _, printed = warm_interpreter.run(FAKE_GPUS + text, env=cache)
+    assert f"0 choices in {path}; not used: the file holds no table that can be read: " in printed
+
+
+def test_a_cache_folder_where_nothing_can_be_kept_is_said(
+    warm_interpreter: WarmInterpreter, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    cache = {"CK_PATCH_CACHE_DIR": str(tmp_path / "file" / "folder")}
+    tuned = parsed(warm_interpreter.run(FAKE_GPUS + INFO, env=cache))["devices"][0]["tuned"]
+    assert (tuned["entries"], tuned["unkept"]) == (
+        0,
+        f"{tuned['path']} cannot be read (Not a directory)",
+    )
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_the_routes_are_those_that_were_measured_or_forced(
+    warm_interpreter: WarmInterpreter, tmp_path: Path
+) -> None:
+    cache = {"CK_PATCH_CACHE_DIR": str(tmp_path)}
+    write = (
+        "from ck_patch import candidates, table\n"
+        "from ck_patch.route import GemmCall\n"
+        f"made = table.for_device(known['H200'], {str(tmp_path)!r})\n"
+        "entries = {(4096, 3072, 3072): 'cfg5', (1024, 4096, 4096): 'gone'}\n"
+        "for shape, choice in entries.items():\n"
+        "    key = candidates.key(GemmCall(*shape, 'bfloat16'))\n"
+        "    made.put(key, table.Entry(choice, shape[0], {}, 'run'))\n"
+        "assert made.save()\n"
+    )
+
+    def routes(first: str, **variables: str) -> dict[str, tuple[str, str]]:
+        script = f"{FAKE_GPUS}torch.version.cuda = '13.0'\n{first}{INFO}"
+        report = parsed(warm_interpreter.run(script, env=cache | variables))
+        return {
+            "x".join(str(route[size]) for size in "mnk"): (route["path"], route["reason"])
+            for route in report["devices"][0]["routes"]
+        }
+
+    before, after = routes(""), routes(write)
+    assert before.pop("4096x3072x3072") == routes("", CK_PATCH_TUNE="off")["4096x3072x3072"]
+    measured = after.pop("4096x3072x3072")
+    assert measured == ("stock's configuration 5", "measured on this machine")
+    # Nobody has a candidate of that name.
+    assert after == before
+    assert set(routes("", CK_PATCH_FORCE="cfg3").values()) == {
+        ("stock's configuration 3", "CK_PATCH_FORCE=cfg3")
+    }
 
 
 def test_a_forced_candidate_is_noted(warm_interpreter: WarmInterpreter) -> None:

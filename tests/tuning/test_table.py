@@ -280,12 +280,12 @@ def test_a_file_of_which_nothing_was_read_has_a_reason_until_it_is_replaced(path
     assert Table(path, HERE).unreadable() is None
     path.write_text("{", encoding="utf-8")
     known = Table(path, HERE)
-    assert str(known.unreadable()).startswith(f"{path} holds no table that can be read: Expecting")
+    assert str(known.unreadable()).startswith("holds no table that can be read: Expecting")
     known.put(KEY, STOCK)
     assert known.save()
     assert known.unreadable() is None
     path.write_text(written({}, format=FORMAT + 1), encoding="utf-8")
-    assert Table(path, HERE).unreadable() == f"{path} was written by a newer ck_patch"
+    assert Table(path, HERE).unreadable() == "was written by a newer ck_patch"
 
 
 def refuse(code: int) -> Callable[..., Any]:

@@ -38,4 +38,6 @@ def write(
             files.write(path, content())
         except OSError as error:
             unwritten.append(f"{path} cannot be written ({files.reason(error)})")
+        except Exception as error:  # Of a library that draws.
+            unwritten.append(f"{path} cannot be written ({type(error).__name__}: {error})")
     return unwritten

@@ -98,7 +98,8 @@ class Table(ForkSafe):
             return f"{path} {obstacle}"
         place = path
         try:
-            place = next(filter(Path.exists, path.parents))
+            # Of a drive that is not there, no folder exists.
+            place = next(filter(Path.exists, path.parents), path.parent)
             files.check(place / path.name)
             place = path.with_name(_LOCK_FILE)
             if place.exists():

@@ -36,9 +36,10 @@ def _run(sets: Sets, quick: bool, json_path: Path | None, plot_path: Path | None
 
     wanted = {name: shapes[:1] for name, shapes in sets.items()} if quick else sets
     found = measuring.measure(unique(wanted))
-    show.show(found.rows)
+    # First of all: whoever reads what is printed may be gone.
     draw = partial(plot.draw, found.rows)
     unwritten = results.write(document(stamp, found), json_path, plot_path, draw)
+    show.show(found.rows)
     print()
     for name, reason in found.skipped.items():
         print(f"{name}: skipped, {reason}")

@@ -118,13 +118,13 @@ def _run(
     prerequisites.patch()
     stamp = prerequisites.stamped("tune")
     found = _swept(_calls(sets, bias, table), budget, table)
-    # Before anything else can fail.
+    # First of all: whoever reads what is printed may be gone.
     unsaved = [] if table.save(last=True) else ["the choices could not be saved"]
     from ck_patch.tune import plot, show
 
-    show.show(found.rows)
     draw = partial(plot.draw, found.rows)
     unsaved += results.write(document(stamp, found), json_path, plot_path, draw)
+    show.show(found.rows)
     return _concluded(found, budget, unsaved)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ck_patch import cli, shapes
+from ck_patch import cli, prerequisites, shapes
 from ck_patch.bench import document
 from ck_patch.bench.rows import Row, means
 from tests.commands import running
@@ -149,6 +151,34 @@ def test_a_plot_without_matplotlib_is_refused_before_torch_is_imported(tmp_path:
 
 
 FOUND = SimpleNamespace(rows=ROWS, skipped={"1x2x3": "does not fit"}, problems=[])
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_results_that_cannot_be_written_end_it_with_1(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_full: bool,
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    measuring = SimpleNamespace(measure=lambda shapes: FOUND)
+    monkeypatch.setitem(sys.modules, "ck_patch.bench.measuring", measuring)
+    monkeypatch.setattr("ck_patch.bench.measuring", measuring, raising=False)
+    monkeypatch.setattr(prerequisites, "has_gpu", lambda: True)
+    monkeypatch.setattr(prerequisites, "patch", lambda: None)
+    monkeypatch.setattr(prerequisites, "stamped", lambda command: {"gpu": "some"})
+    monkeypatch.setenv("CK_PATCH_TUNE", "frozen")
+    if is_full:
+        monkeypatch.setattr(os, "fsync", full)
+    file = tmp_path / "bench.json"
+    assert cli.main(["bench", "--json", str(file)]) == is_full
+    printed = capsys.readouterr()
+    assert f"All {len(ROWS)} rows are equal to stock." in printed.out
+    line = f"ck_patch bench: {file} cannot be written (No space left on device)\n"
+    assert printed.err == (line if is_full else "")
+    assert file.exists() == (not is_full)
 
 
 def test_the_document_has_a_stamp_and_every_column_in_every_row() -> None:

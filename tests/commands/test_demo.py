@@ -121,6 +121,24 @@ def test_a_result_that_was_not_promised_ends_with_1(
 
 @needs_host
 @needs_no_gpu
+def test_results_that_cannot_be_written_end_it_with_1(
+    warm_interpreter: WarmInterpreter, tmp_path: Path
+) -> None:
+    arguments = ["demo", "--shape", "2x8x16", "--json", str(tmp_path / "gone" / "it.json")]
+    (tmp_path / "gone").mkdir()
+    script = (
+        "import os\n"
+        "from ck_patch import prerequisites\n"
+        f"prerequisites.stamped = lambda command: os.rmdir({str(tmp_path / 'gone')!r})\n"
+        + running.IN_CHILD.format(arguments=arguments)
+    )
+    code, printed = warm_interpreter.run(script, env={"TRITON_INTERPRET": "1"})
+    assert code == 1
+    assert "Every result was as promised." in printed
+
+
+@needs_host
+@needs_no_gpu
 @pytest.mark.parametrize("int8", ["stock", "fp16"])
 def test_a_demo_that_ran_nothing_of_ours_says_so_and_fails_nothing(
     warm_interpreter: WarmInterpreter, int8: str

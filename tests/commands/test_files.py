@@ -222,6 +222,13 @@ def test_one_file_that_cannot_be_written_costs_the_other_nothing(tmp_path: Path)
     assert (tmp_path / "it.json").read_text(encoding="utf-8").startswith('{\n "stamp"')
     assert results.write(document, None) == []
 
+    def broken(title: str, suffix: str) -> bytes:
+        raise AttributeError("no such backend")
+
+    assert results.write(document, None, plot, broken) == [
+        f"{plot} cannot be written (AttributeError: no such backend)"
+    ]
+
 
 def test_a_number_that_is_none_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):

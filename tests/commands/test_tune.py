@@ -22,7 +22,7 @@ from ck_patch.environment import environment, table_name
 from ck_patch.route import GemmCall
 from ck_patch.table import Entry
 from ck_patch.trial import MARGIN
-from ck_patch.tune import calls, progress, show
+from ck_patch.tune import calls, plot, progress, show
 from ck_patch.tune.rows import Row, means
 from ck_patch.tune.sweeping import Declined, Found, Sweep, Wrong, choice
 from tests.commands import running
@@ -616,6 +616,34 @@ def test_what_was_chosen_is_in_the_file_when_the_process_is_killed(
     monkeypatch.setattr(progress, "shown", shown)
     with pytest.raises(Killed):
         cli.main(["tune", "--shapes", "77x3072x3072,4096x3072x3072"])
+    assert machine.entries().keys() == {candidates.key(SMALL)}
+
+
+def test_results_that_cannot_be_written_end_it_with_1_and_cost_nothing_else(
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    whole = tune.sweep
+
+    def sweep(*given: Any, **more: Any) -> Found:
+        folder.rmdir()
+        return whole(*given, **more)
+
+    monkeypatch.setattr(tune, "sweep", sweep)
+    monkeypatch.setattr(prerequisites, "need_matplotlib", lambda: None)
+    monkeypatch.setattr(plot, "draw", lambda rows, title, suffix: b"a picture")
+    file = folder / "it.json"
+    arguments = ["--json", str(file), "--plot", str(tmp_path / "it.png")]
+    assert cli.main(["tune", "--shapes", "77x3072x3072", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"ck_patch tune: {file} cannot be written (No such file or directory)\n"
+    assert "77x3072x3072" in printed.out
+    assert "NOT every result" not in printed.out
+    assert (tmp_path / "it.png").read_bytes() == b"a picture"
     assert machine.entries().keys() == {candidates.key(SMALL)}
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import ck_patch
 from ck_patch import guard, log, releases, settings, table
 from ck_patch.breaker import Breaker, OpenBreaker, describe
-from ck_patch.context import Factory, Function, OpContext, Refused, Replacement
+from ck_patch.context import Factory, Function, Op, OpContext, Refused
 from ck_patch.forks import ForkSafe
 from ck_patch.slots import SLOTS, Binding, Slot
 from ck_patch.tuner import Tuner
@@ -74,7 +74,7 @@ class _Patch:
 
     slot: Slot
     plan: _Plan
-    replacement: Replacement
+    replacement: Op
     entries: tuple[_Entry, ...]
     reason: str
     active: bool = True

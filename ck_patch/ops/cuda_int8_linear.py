@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ck_patch import log, notices
-from ck_patch.context import Function, OpContext, Refused
+from ck_patch.context import Function, Op, OpContext, Refused
 from ck_patch.device import profile
 from ck_patch.ops import eager_host
 from ck_patch.ops.failures import decline, hand_over
@@ -19,7 +19,7 @@ from ck_patch.route import DevicePath, device_path
 _NO_DEVICE = DevicePath("stock", "the device does not answer")
 
 
-class CudaInt8Linear:
+class CudaInt8Linear(Op):
     """The op behind the slot.
 
     What the registry passes, keywords only, is computed by `QuantizedLinear`, and what that does
@@ -37,7 +37,6 @@ class CudaInt8Linear:
         self._signature = inspect.signature(stock)
         self._linear = QuantizedLinear("cuda_int8_linear", stock, context)
         self._paths: dict[int, DevicePath] = {}
-        self._active = True
 
         # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
         @functools.wraps(stock)
@@ -47,16 +46,7 @@ class CudaInt8Linear:
                 return stock(*args, **kwargs)
             return self._call(stock, args, kwargs)
 
-        self._function = function
-
-    @property
-    def function(self) -> Function:
-        """The function to install; signature and docstring are stock's."""
-        return self._function
-
-    def deactivate(self) -> None:
-        """Pass every further call straight to stock."""
-        self._active = False
+        super().__init__(function)
 
     def _call(self, stock: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         path = self._path(args[0] if args else kwargs.get("x"))

@@ -6,19 +6,19 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import wrapt
 
-from ck_patch.context import Function, OpContext
+from ck_patch.context import Function, Op, OpContext
 from ck_patch.dlpack import open_capsules, renewed
 from ck_patch.ops import references
 from ck_patch.ops.gemm import Int8Gemm
 from ck_patch.ops.watched import watched
 
 
-class CutlassInt8Dequant:
+class CutlassInt8Dequant(Op):
     """The op behind both slots: opens the capsules and asks the GEMM, or hands the call to stock.
 
     Stock's contract, read from its wheels: capsules of the tensors that `Int8Gemm` describes, the
@@ -33,17 +33,7 @@ class CutlassInt8Dequant:
         self._gemm = Int8Gemm(operation, "cuda", references.cutlass(stock, context), context)
         self._count = len(order) + 2
         self._in_order: Callable[[Sequence[Any]], tuple[Any, ...]] = operator.itemgetter(*order)
-        self._active = True
-        self._function = wrapt.FunctionWrapper(stock, self._call)
-
-    @property
-    def function(self) -> Function:
-        """The wrapper to install: signature, name and docstring are stock's."""
-        return cast(Function, self._function)
-
-    def deactivate(self) -> None:
-        """Pass every further call straight to stock."""
-        self._active = False
+        super().__init__(wrapt.FunctionWrapper(stock, self._call))
 
     def _call(
         self, stock: Function, instance: object, args: Sequence[Any], kwargs: Mapping[str, Any]

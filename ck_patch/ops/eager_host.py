@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ck_patch.context import op_of
+
 
 def module() -> Any:
     """`comfy_kitchen.backends.eager`, as it is now: its functions may be ours."""
@@ -13,7 +15,5 @@ def module() -> Any:
 
 def linear_is_ours() -> bool:
     """Whether its `int8_linear` is ours, and has not been told to leave every call to stock."""
-    function = module().int8_linear
-    op = getattr(function, "ck_patch_op", None)
-    # What wraps ours may have its attributes.
-    return op is not None and op.function is function and op.active
+    op = op_of(module().int8_linear)
+    return op is not None and op.active

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ck_patch import log, notices
-from ck_patch.context import Function, OpContext, Refused
+from ck_patch.context import Function, Op, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.ops import references, triton_rows
 from ck_patch.ops.failures import Failures, decline, hand_over
@@ -32,7 +32,7 @@ _QUANTIZERS = {"eager": "quantize_int8_rowwise", "triton": "triton_quantize_roww
 _ACT_WIDTHS = {None: 1, "none": 1, "gelu_tanh": 1, "rms_norm": 1, "swiglu": 2, "situ": 2}
 
 
-class Int8Linear:
+class Int8Linear(Op):
     """The op behind both slots.
 
     It takes x [..., K] (2K with a gated activation) float32, float16 or bfloat16, weight int8
@@ -57,7 +57,6 @@ class Int8Linear:
         self._operation = operation
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
-        self._active = True
 
         # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
         @functools.wraps(stock)
@@ -78,22 +77,7 @@ class Int8Linear:
             decline(self._operation, x)
             return fallback(*args, **kwargs)
 
-        function.ck_patch_op = self  # type: ignore[attr-defined]
-        self._function = function
-
-    @property
-    def function(self) -> Function:
-        """The function to install; signature and docstring are stock's."""
-        return self._function
-
-    @property
-    def active(self) -> bool:
-        """Whether calls are still ours."""
-        return self._active
-
-    def deactivate(self) -> None:
-        """Pass every further call to stock."""
-        self._active = False
+        super().__init__(function)
 
     def _attempt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ck_patch import notices
-from ck_patch.context import Function, OpContext, Refused
+from ck_patch.context import Function, Op, OpContext, Refused
 from ck_patch.device import interpreting, profile
 from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
 from ck_patch.kernels.replay import Replay
@@ -66,7 +66,7 @@ class _Kernel:
     proven: bool = False
 
 
-class QuantizeRows:
+class QuantizeRows(Op):
     """The op behind the slots.
 
     It takes x [..., K] float32, float16 or bfloat16, 16-byte aligned ([M, K] alone for the Triton
@@ -95,7 +95,6 @@ class QuantizeRows:
         self._launches: dict[tuple[int, torch.dtype, int, int, InputAct | None], Replay] = {}
         # The CPU has something to do only where somebody asks for it.
         self._on_cpu = interpreting() or context.settings.assumed(-1) is not None
-        self._active = True
         first, *others = inspect.signature(stock).parameters
         self._names = tuple(others)
 
@@ -127,8 +126,7 @@ class QuantizeRows:
             quantized = self._quantize(x, prologue)
             return fallback(*args, **kwargs) if quantized is None else quantized
 
-        function.ck_patch_op = self  # type: ignore[attr-defined]
-        self._function = function
+        super().__init__(function)
 
     def _prologue(
         self, x: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -152,15 +150,6 @@ class QuantizeRows:
     def _quantize_by_stock(self, x: torch.Tensor, prologue: Prologue) -> Quantized:
         quantized: Quantized = self._stock(x)
         return quantized
-
-    @property
-    def function(self) -> Function:
-        """The function to install; signature and docstring are stock's."""
-        return self._function
-
-    def deactivate(self) -> None:
-        """Pass every further call to stock."""
-        self._active = False
 
     def launch(
         self,

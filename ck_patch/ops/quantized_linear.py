@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from ck_patch.context import Function, OpContext, Refused
+from ck_patch.context import Function, OpContext, Refused, op_of
 from ck_patch.kernels.launch import Operands
 from ck_patch.ops import references
-from ck_patch.ops.cutlass_int8_dequant import CutlassInt8Dequant
 from ck_patch.ops.gemm import Int8Gemm
 from ck_patch.ops.gemm_contract import CODES, misaligned
 from ck_patch.ops.gemm_plan import Plan
@@ -237,9 +236,8 @@ class QuantizedLinear:
         What lies between them is no tensor: one allocation holds the quantized rows and, behind
         them, their scales.
         """
-        op: Any = getattr(quantize, "ck_patch_op", None)
-        # What wraps ours may have its attributes.
-        if op is None or op.function is not quantize:
+        op: Any = op_of(quantize)
+        if op is None:
             return None
         device, m, n, k, dtype, _, _ = plan.key
         if act:
@@ -307,7 +305,6 @@ def _stock_of(entry: Any) -> Function:
     """The stock function behind an entry; refuses one that another patcher has replaced."""
     if not hasattr(entry, "__wrapped__"):
         return cast(Function, entry)
-    wrapper = getattr(entry, "_self_wrapper", None)
-    if isinstance(getattr(wrapper, "__self__", None), CutlassInt8Dequant):
+    if op_of(entry) is not None:
         return cast(Function, entry.__wrapped__)
     raise Refused(f"another patcher has replaced _C.{getattr(entry, '__name__', 'an entry')}")

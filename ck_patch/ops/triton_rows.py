@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from ck_patch import chunks, log
-from ck_patch.context import Function, OpContext
+from ck_patch.context import Function, Op, OpContext
 
 
 class _Chunked(Protocol):
@@ -37,11 +37,10 @@ class _Chunked(Protocol):
         """What stock would return, made of pieces."""
 
 
-class RowChunks:
+class RowChunks(Op):
     """The op behind both slots."""
 
     def __init__(self, stock: Function, chunked: _Chunked) -> None:
-        self._active = True
         signature = inspect.signature(stock)
 
         # Not a wrapt.FunctionWrapper: Dynamo traces through a plain function as it does stock's.
@@ -55,16 +54,7 @@ class RowChunks:
                 return stock(*args, **kwargs)
             return chunked.run(stock, arguments)
 
-        self._function = function
-
-    @property
-    def function(self) -> Function:
-        """The function to install; signature and docstring are stock's."""
-        return self._function
-
-    def deactivate(self) -> None:
-        """Pass every further call straight to stock."""
-        self._active = False
+        super().__init__(function)
 
 
 class _Quantizer:

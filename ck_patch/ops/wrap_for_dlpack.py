@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ck_patch.context import Function, OpContext
+from ck_patch.context import Function, Op, OpContext
 from ck_patch.dlpack import to_dlpack
 
 
-class WrapForDlpack:
+class WrapForDlpack(Op):
     """The op behind the slot.
 
     `function(tensor)` gives a DLPack capsule of a CUDA tensor without synchronizing streams. Of the
@@ -26,7 +26,6 @@ class WrapForDlpack:
     """
 
     def __init__(self, stock: Function) -> None:
-        self._active = True
         plain = torch.Tensor, torch.nn.Parameter
         # What torch.cuda.current_device() calls once CUDA is initialized, as it is for any CUDA
         # tensor; a CPU build of torch does not have it.
@@ -50,16 +49,7 @@ class WrapForDlpack:
                     pass  # A layout or a dtype that no capsule has: stock will say.
             return stock(tensor)
 
-        self._function = wrap_for_dlpack
-
-    @property
-    def function(self) -> Function:
-        """The function to install; signature and docstring are stock's."""
-        return self._function
-
-    def deactivate(self) -> None:
-        """Pass every further call straight to stock."""
-        self._active = False
+        super().__init__(wrap_for_dlpack)
 
 
 def build(stock: Function, context: OpContext) -> WrapForDlpack:

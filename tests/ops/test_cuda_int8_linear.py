@@ -14,6 +14,7 @@ import torch
 
 from ck_patch import log
 from ck_patch.breaker import Breaker
+from ck_patch.context import Op, op_of
 from ck_patch.ops import eager_host, watched
 from tests.ops.memory import at
 
@@ -152,7 +153,7 @@ def test_a_plain_linear_is_computed_without_stock(
     assert not out.requires_grad
 
 
-class Ours:
+class Ours(Op):
     """Stands in for the op behind a quantizer's slot, and for the GEMM once it is proven; `seen`
     has how each call came, `errors` what a launch raises."""
 
@@ -168,8 +169,7 @@ class Ours:
             self.seen.append("function")
             return quantize(x)
 
-        function.ck_patch_op = self  # type: ignore[attr-defined]
-        self.function = function
+        super().__init__(function)
         setattr(host, self.name, function)
         self.op = op
         op._linear.gemm.direct = self.direct
@@ -295,8 +295,7 @@ def eager_calls(monkeypatch: pytest.MonkeyPatch) -> list[Form]:
         calls.append(kwargs)
         return "eager"
 
-    op = SimpleNamespace(active=True, function=int8_linear)
-    int8_linear.ck_patch_op = op  # type: ignore[attr-defined]
+    Op(int8_linear)
     module = SimpleNamespace(int8_linear=int8_linear)
     monkeypatch.setitem(sys.modules, "comfy_kitchen.backends.eager", module)
     return calls
@@ -322,21 +321,23 @@ def test_where_stock_has_no_kernels_the_eager_backend_gets_each_call_by_name(
     assert host.stock == []
 
 
-def _not_marked(module: Any) -> None:
-    del module.int8_linear.ck_patch_op
+def _stock(module: Any) -> None:
+    module.int8_linear = lambda **kwargs: "stock's eager"
 
 
 def _deactivated(module: Any) -> None:
-    module.int8_linear.ck_patch_op.active = False
+    op = op_of(module.int8_linear)
+    assert op is not None
+    op.deactivate()
 
 
 def _wrapped(module: Any) -> None:
     ours = module.int8_linear
     module.int8_linear = functools.wraps(ours)(lambda **kwargs: ours(**kwargs))
-    assert module.int8_linear.ck_patch_op is ours.ck_patch_op
+    assert vars(module.int8_linear).items() > vars(ours).items()
 
 
-@pytest.mark.parametrize("change", [_not_marked, _deactivated, _wrapped])
+@pytest.mark.parametrize("change", [_stock, _deactivated, _wrapped])
 def test_fp16_is_had_from_an_eager_backend_of_ours_and_else_stocks_kernels_run(
     host: Any, breaker: Breaker, eager_calls: list[Form], change: Callable[[Any], None]
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from ck_patch.breaker import Breaker
-from ck_patch.context import OpContext
+from ck_patch.context import Op, OpContext
 from ck_patch.releases import release_for
 from ck_patch.settings import Settings
 from tests import reference
@@ -377,7 +377,8 @@ class Launches:
             ("quantize_int8_rowwise_convrot64", self._rotating),
         ):
             function: Any = functools.partial(getattr(side.host, name))
-            function.ck_patch_op = SimpleNamespace(function=function, launch=launch)
+            op: Any = Op(function)
+            op.launch = launch
             patch.setattr(side.host, name, function)
         patch.setattr(side.op._linear.gemm, "direct", self._direct)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ck_patch.breaker import Breaker
-from ck_patch.context import OpContext
+from ck_patch.context import OpContext, op_of
 from ck_patch.kernels.input_acts import InputAct, columns
 from ck_patch.kernels.quantize_rows import RowQuantizer
 from ck_patch.ops import quantize_rows
@@ -171,7 +171,8 @@ def test_other_ops_get_the_launch_of_what_the_function_has_proven_and_nothing_el
     for expected in (False, False, True):  # It proves the kernel, then binds the launch.
         assert launched(quantizer, x) is expected
         assert quantizer.is_exact(5)
-    assert quantizer.op.function.ck_patch_op is quantizer.op
+    op: Any = quantizer.op
+    assert op_of(op.function) is op
     for other in (x[:4], x.half(), torch.randn(5, 512)):
         assert not launched(quantizer, other)
     quantizer.op.failed(MEMORY, DEVICE)

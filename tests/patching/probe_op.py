@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ck_patch.context import Function, OpContext
+from ck_patch.context import Function, Op, OpContext
 
 
-class Probe:
+class Probe(Op):
     """Counts calls while active; `function` is a plain wrapper."""
 
     def __init__(self, stock: Function, context: OpContext) -> None:
         self.context = context
         self.calls = 0
-        self.active = True
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            self.calls += self.active
+            self.calls += self._active
             return stock(*args, **kwargs)
 
-        self.function = function
-
-    def deactivate(self) -> None:
-        """Count no more."""
-        self.active = False
+        super().__init__(function)
 
 
 BUILT: list[Probe] = []

@@ -25,9 +25,7 @@ def check(path: Path) -> None:
     if path.exists() and not os.access(path, os.W_OK):
         raise _error(errno.EACCES, path)
     if not _is_stream(path):
-        part = _part(_target(path))
-        part.open("xb").close()
-        part.unlink()
+        check_replace(_target(path))
 
 
 def write(path: Path, content: bytes) -> None:
@@ -60,6 +58,13 @@ def replace(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def check_replace(path: Path) -> None:
+    """Raise the OSError that `replace` would, as far as can be told; nothing is left behind."""
+    part = _part(path)
+    part.open("xb").close()
+    part.unlink()
 
 
 def remove_abandoned(folder: Path, names: str) -> None:

@@ -100,7 +100,7 @@ class Table(ForkSafe):
         try:
             # Of a drive that is not there, no folder exists.
             place = next(filter(Path.exists, path.parents), path.parent)
-            files.check(place / path.name)
+            files.check_replace(place / path.name)
             place = path.with_name(_LOCK_FILE)
             if place.exists():
                 with file_lock.held(place, _WAIT) as alone:

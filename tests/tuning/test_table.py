@@ -270,6 +270,8 @@ def test_whether_a_table_can_be_saved_is_known_before_and_nothing_is_left(
     assert names(tmp_path) == []
     saved(path)
     assert known.unwritable() is None
+    path.chmod(0o444)  # Which keeps nobody from replacing it.
+    assert known.unwritable() is None
     assert names(path.parent) == [path.name, "tuned.lock"]
     assert Table(None, HERE).unwritable() == "there is no home directory"
 

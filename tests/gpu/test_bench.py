@@ -57,7 +57,7 @@ def test_a_quick_run_measures_every_operation_and_everything_is_equal(tmp_path: 
     assert {mean["op"] for mean in document["means"]} == expected
     if "--plot" in arguments:
         assert picture.read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.glob("*.part")) == []
+    assert list(tmp_path.glob("*.tmp")) == []
     # Far more than it takes where every kernel is in Triton's cache.
     assert seconds < 300
 

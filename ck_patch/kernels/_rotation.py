@@ -33,7 +33,7 @@ def split(x):
 
 @triton.jit
 def _join(x):
-    """The one tensor whose elements the quads of x hold in turn: undoes two times `_split`."""
+    """The one tensor whose elements the quads of x hold in turn: undoes two times `split`."""
     p, q, r, s = x
     return join_four((join_four(p), join_four(q), join_four(r), join_four(s)))
 

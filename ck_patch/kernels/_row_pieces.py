@@ -113,7 +113,7 @@ def _word_of_two(a, b, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_bytes(q_ptr, x, inverse, left, DTYPE: tl.constexpr):
-    """Quantize what `_keep` has of a piece and store the first `left` bytes of it."""
+    """Quantize what `keep` has of a piece and store the first `left` bytes of it."""
     p, q, r, s = x
     p, q = _quantize(p, inverse, DTYPE), _quantize(q, inverse, DTYPE)
     r, s = _quantize(r, inverse, DTYPE), _quantize(s, inverse, DTYPE)
@@ -178,7 +178,7 @@ def _word(a, b, c, d):
     return (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | ((d & 0xFF) << 24)
 
 
-# A quad as `_keep` has it, in $1 and $2 or in $1 to $4, times the last operand, to the four bytes
+# A quad as `keep` has it, in $1 and $2 or in $1 to $4, times the last operand, to the four bytes
 # of $0. With bfloat16, zero is rounded along to the lower half, so that the pair is a float32. The
 # last rounding is that of float16, which from 1024 to 2047 has the integers alone: 0x6600 is 1536,
 # whose sum with -128 ends in 0x80 and that with 127 in 0x7f. float32 has its own such range.
@@ -234,7 +234,7 @@ _FLOAT32_TO_BYTES = tl.constexpr(
 
 @triton.jit
 def _quantize(x, inverse, DTYPE: tl.constexpr):
-    """A quad as `_keep` has it, times inverse in DTYPE, rounded to int8: the bytes of a word."""
+    """A quad as `keep` has it, times inverse in DTYPE, rounded to int8: the bytes of a word."""
     if not _COMPILED:
         a, b, c, d = x if tl.float32 == DTYPE else _halves(x[0], DTYPE) + _halves(x[1], DTYPE)
         return _word(

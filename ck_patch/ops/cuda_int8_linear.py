@@ -52,10 +52,16 @@ class CudaInt8Linear(Op):
         path = self._path(args[0] if args else kwargs.get("x"))
         if path.path != "stock" and not path.ours:
             return self._redirect(stock, path, args, kwargs)
-        if not path.ours or args or not self._linear.gemm.useful:
+        linear = self._linear
+        if (
+            not path.ours
+            or args
+            or not linear.gemm.useful
+            or (linear.unknown and not linear.unknown.isdisjoint(kwargs))
+        ):
             return stock(*args, **kwargs)
         try:
-            out = self._linear.compute(**kwargs)
+            out = linear.compute(**kwargs)
         except Exception as error:
             # The GEMM accounts for its own failures.
             hand_over("cuda_int8_linear", error)

@@ -334,6 +334,7 @@ class QuantizeRotatedRows(QuantizeRows):
             or type(eps) not in (float, int)
             or weight.requires_grad
             or weight.is_neg()
+            or weight._is_zerotensor()
             or weight.device != x.device
             or weight.numel() != x.shape[-1]
             or weight.dim() != 1

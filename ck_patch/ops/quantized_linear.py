@@ -38,9 +38,11 @@ class QuantizedLinear:
         self._host: Any = sys.modules[stock.__module__]
         extension = self._host._C
         self._entry = extension.cutlass_int8_dequant
-        # The oldest tested releases have neither residuals nor an activation with a weight.
         parameters = inspect.signature(stock).parameters
-        self._has_weighted_act = "input_act_weight" in parameters
+        ours = inspect.signature(self.compute).parameters.values()
+        named = {one.name for one in ours if one.kind is one.KEYWORD_ONLY}
+        self.unknown = frozenset(named - parameters.keys())
+        """Keywords of `compute` that stock refuses: the oldest tested releases have no residual."""
         self._residual_entry = None
         if "residual" in parameters:
             self._residual_entry = extension.cutlass_int8_dequant_residual
@@ -110,12 +112,16 @@ class QuantizedLinear:
             or weight.dtype != torch.int8
             or weight_scale.dtype != torch.float32
             or scales not in (1, n)
+            # Stock expands it, which one value in a matrix refuses.
+            or (scales != n and weight_scale.dim() > 1)
             or not (weight.is_contiguous() and weight_scale.is_contiguous())
             or not device == weight.get_device() == weight_scale.get_device()
             # Stock exports no tensor of a device that is not the current one.
             or device != self._current_device()
             or host._DISABLE_CUTLASS_INT8
             or (convrot and not (type(convrot_groupsize) is int and convrot_groupsize > 0))
+            # Stock makes a float of it, whatever the activation.
+            or type(input_act_eps) not in (float, int)
         ):
             return None
         if bias is not None:
@@ -141,13 +147,10 @@ class QuantizedLinear:
         act: tuple[Any, ...] = ()
         if activates:
             act = (input_act,)
-            if input_act_weight is not None and not self._has_weighted_act:
-                return None
             if input_act == "rms_norm":  # The others ignore a weight.
-                norm = _plain_norm(input_act_weight, input_act_eps, device, k, x.dtype)
-                if norm is None:
+                if not is_plain(input_act_weight, device) or input_act_weight.shape != (k,):
                     return None
-                act = (input_act, *norm)
+                act = (input_act, input_act_weight.detach(), input_act_eps)
         in_epilogue = added is not None and added.in_epilogue
         plan = self.gemm.plan(
             device, rows, n, k, dtype, None if bias is None else dtype, in_epilogue
@@ -196,6 +199,7 @@ class QuantizedLinear:
             options = (256, 0, *act) if act else (256,)
         else:
             if act:
+                # Its weight as it came: torch's rms_norm rounds by where that starts.
                 x, act = host._apply_input_act(x.view(m, -1), *act), ()
             quantize = host.quantize_int8_rowwise
             if group:
@@ -215,7 +219,9 @@ class QuantizedLinear:
                 return None
         if residual is None or fused is not None:
             return out
-        return residual.added(host, out.view(m, n)).reshape(shape)
+        out = residual.added(host, out.view(m, n))
+        # A scale of more dimensions gives a matrix as many, with stock too.
+        return out if len(shape) == 2 else out.reshape(shape)
 
     def _by_addresses(
         self,
@@ -247,12 +253,15 @@ class QuantizedLinear:
         launch_gemm = None if launch_quantizer is None else self.gemm.direct(plan)
         if launch_gemm is None:
             return None
+        start = x.data_ptr()
+        if not start or start % 16:
+            return None
         on = x.device
         out = torch.empty(shape, dtype=dtype, device=on)
         scratch = torch.empty(m * (k + 4), dtype=torch.int8, device=on)
-        start, q, d = x.data_ptr(), scratch.data_ptr(), out.data_ptr()
+        q, d = scratch.data_ptr(), out.data_ptr()
         scale = q + m * k
-        if not start or misaligned((start, q, scale, d)):
+        if misaligned((q, scale, d)):
             return None
         bias_start = 0 if bias is None else bias.data_ptr()
         addresses: tuple[int, ...]
@@ -263,7 +272,8 @@ class QuantizedLinear:
         operands: tuple[Any, ...] = (start, q, scale)
         if len(act) > 1:
             _, norm_weight, eps = act
-            operands += (norm_weight.data_ptr(), eps)
+            norm_weight = _aligned(norm_weight.to(x.dtype).contiguous())
+            operands += (norm_weight.data_ptr(), float(eps))
         try:
             launch_quantizer(operands, stream)
         except Exception as error:
@@ -277,15 +287,8 @@ class QuantizedLinear:
         return out
 
 
-def _plain_norm(
-    weight: Any, eps: Any, device: int, k: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, float] | None:
-    """Weight [K] and eps of rms_norm as a kernel takes them, in the dtype of x as with stock; None
-    without a weight, which stock refuses, and for anything unusual."""
-    if not is_plain(weight, device) or weight.shape != (k,) or type(eps) not in (float, int):
-        return None
-    weight = weight.detach().to(dtype).contiguous()
-    return (weight.clone() if misaligned((weight.data_ptr(),)) else weight), float(eps)
+def _aligned(vector: torch.Tensor) -> torch.Tensor:
+    return vector.clone() if misaligned((vector.data_ptr(),)) else vector
 
 
 def _reference(entry: Any, residual_entry: Any, context: OpContext) -> Reference:

@@ -102,6 +102,7 @@ def _residuals(base: Form) -> dict[str, Form]:
         "residual scale in float32": {**added, "residual_scale": scale.float()},
         "residual scale as a float32 scalar": {**added, "residual_scale": scale.float()[0]},
         "residual scale as a row": {**added, "residual_scale": scale[None]},
+        "residual scale of 3 dimensions": {**added, "residual_scale": scale.float()[None, None]},
         "residual scale that starts unaligned": {**added, "residual_scale": _randn(N + 1)[1:]},
         "residual scale as a parameter": {**added, "residual_scale": torch.nn.Parameter(scale)},
         "residual of one row": {**added, "residual": values[:1]},
@@ -143,7 +144,9 @@ def _activations(base: Form) -> dict[str, Form]:
     norm = {**forms["rms_norm, rotated"], "input_act_weight": torch.rand(K, device="cuda")}
     forms["rms_norm by a float32 weight, rotated"] = norm
     unaligned = {"input_act_weight": _randn(K + 1)[1:], "input_act_eps": 1}
-    forms["rms_norm by a weight that starts unaligned, rotated"] = {**norm, **unaligned}
+    for name in ("", ", rotated", ", rotated in two steps"):
+        by = f"rms_norm by a weight that starts unaligned{name}"
+        forms[by] = {**forms[f"rms_norm{name}"], **unaligned}
     return forms
 
 

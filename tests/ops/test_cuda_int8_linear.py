@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -62,6 +63,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
         named = {"x": x, "weight": weight, "weight_scale": weight_scale, "residual": residual}
         module.stock.append({**named, "bias": bias, "out_dtype": out_dtype, **more})
         return "stock"
+
+    # As the host has it.
+    stated = inspect.signature(int8_linear)
+    more = ("convrot", "convrot_groupsize", "input_act", "input_act_weight", "input_act_eps")
+    others = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in (*more, "residual_scale")
+    ]
+    named = [*list(stated.parameters.values())[:-1], *others]
+    int8_linear.__signature__ = stated.replace(parameters=named)  # type: ignore[attr-defined]
 
     int8_linear.__module__ = HOST
     module.int8_linear = int8_linear

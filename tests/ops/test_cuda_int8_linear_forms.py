@@ -251,6 +251,9 @@ AFTERWARDS: dict[str, Callable[[], Form]] = {
     ),
     "scale of one float32 value": lambda: form(**residual(residual_scale=torch.randn(1))),
     "scale as a float32 scalar": lambda: form(**residual(residual_scale=torch.tensor(2.0))),
+    "scale of three dimensions in float32": lambda: form(
+        **residual(residual_scale=torch.randn(1, 1, N))
+    ),
     "scale for each row in float32": lambda: form(**residual(residual_scale=torch.randn(M, 1))),
     "requiring a gradient": lambda: form(
         residual=torch.randn(M, N, requires_grad=True), residual_scale=torch.randn(N)
@@ -291,6 +294,9 @@ ACTIVATED: dict[str, Callable[[], Form]] = {
     ),
     "rms_norm by a strided weight and an integer for eps, rotated": lambda: activated(
         "rms_norm", convrot=True, input_act_weight=torch.rand(2 * K)[::2], input_act_eps=1
+    ),
+    "rms_norm by a weight that starts unaligned": lambda: activated(
+        "rms_norm", dtype=BF16, input_act_weight=torch.rand(K + 1).to(BF16)[1:]
     ),
     "an ignored weight": lambda: activated("gelu_tanh", input_act_weight=torch.rand(K)),
     "swiglu, rotated, with a residual": lambda: activated("swiglu", convrot=True, **residual()),
@@ -512,6 +518,8 @@ REFUSED: dict[str, Callable[[], Form]] = {
     "an activation that is no name": lambda: form(input_act=["gelu_tanh"]),
     "swiglu of too few columns": lambda: form(M, K, **_weight(K), input_act="swiglu"),
     "swiglu of one column too many": lambda: form(M, 2 * K + 1, **_weight(K), input_act="swiglu"),
+    "no eps, rotated": lambda: activated("gelu_tanh", convrot=True, input_act_eps=None),
+    "one scale of the weight in a matrix": lambda: form(weight_scale=torch.rand(1, 1)),
     "rms_norm without a weight": lambda: form(input_act="rms_norm"),
     "rms_norm with a short weight": lambda: activated("rms_norm", input_act_weight=torch.ones(3)),
     "a group that does not divide K": lambda: form(M, 320, convrot=True),

@@ -46,6 +46,9 @@ _PASSING = (
     "ast constructor recursion depth mismatch",
 )
 
+# Causes that are followed; an error may be its own.
+_LONGEST_CHAIN = 8
+
 # How torch, torch around the driver API, and Triton introduce such a text. The same words without
 # one of these may come from anywhere, an argument check for instance.
 _MARKS = ("cuda error: ", "cuda driver error: ", "triton error [cuda]: ")
@@ -59,7 +62,21 @@ def classify(error: BaseException) -> Failure:
     "caller": what the caller set or did is in the way of this call and not of the next: a full
     stack, a switch of torch's, warnings that are errors, another thread that compiles.
     "other": our path is broken and stock is not.
+
+    Triton raises an error of its own from what stopped its compiler: that counts.
     """
+    cause: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if cause is None:
+            break
+        failure = _classify(cause)
+        if failure != "other":
+            return failure
+        cause = cause.__cause__ or cause.__context__
+    return "other"
+
+
+def _classify(error: BaseException) -> Failure:
     if isinstance(error, (MemoryError, *_torch_errors("OutOfMemoryError"))):
         return "memory"
     if isinstance(error, _torch_errors("AcceleratorError")):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from ck_patch import log
 from ck_patch.breaker import Breaker, classify, describe, text_of
 
+# What the caller set or did may last: so many attempts on each device, and no more.
+_ATTEMPTS = 16
+
 
 class Failures:
     """Accounts for the failures of one operation."""
@@ -12,6 +15,7 @@ class Failures:
     def __init__(self, operation: str, breaker: Breaker) -> None:
         self._operation = operation
         self._breaker = breaker
+        self._attempts: dict[int, int] = {}
 
     def reason(self, device: int) -> str | None:
         """Why the operation stays on stock on that device, or None."""
@@ -37,6 +41,11 @@ class Failures:
         failure = classify(error)
         if failure == "sticky":
             raise error
+        if failure == "caller":
+            self._attempts[device] = self._attempts.get(device, 0) + 1
+            if self._attempts[device] >= _ATTEMPTS:
+                self.open(device, f"{describe(error)}, {_ATTEMPTS} times")
+                return True
         if failure != "other":
             why = "out of memory" if failure == "memory" else describe(error)
             log.once(

@@ -41,8 +41,8 @@ class FirstUse(ForkSafe):
         """Call `run` and then `fault` on that raw stream; whether it did, and what `fault` found.
 
         It does not under graph capture, which forbids to compile, to load a module and to compare,
-        nor while another thread proves a kernel on that device: stock is quicker than to wait for
-        it. For a compilation on another device it does wait: its own would take as long. For the
+        nor while another thread proves a kernel: stock is quicker than to wait for it, and waiting
+        might never end where the other comparison needs what this thread is to launch. For the
         interpreter (device -1) there is nothing to prove: stock refuses CPU tensors.
         """
         if device < 0:
@@ -56,10 +56,14 @@ class FirstUse(ForkSafe):
             with torch.cuda.stream(stream_of(stream, device)):
                 if torch.cuda.is_current_stream_capturing():
                     return False, None
-                # Another thread may capture.
-                with _triton.alone, capture_mode.relaxed():
-                    run()
-                    return True, fault()
+                if not _triton.alone.acquire(blocking=False):
+                    return False, None
+                try:
+                    with capture_mode.relaxed():  # Another thread may capture.
+                        run()
+                        return True, fault()
+                finally:
+                    _triton.alone.release()
         finally:
             lock.release()
 

@@ -64,7 +64,7 @@ class Planner:
             )
 
         chosen = self._tuner.choose(device, gpu, call, found, runs)
-        first = found.ordered[0] if isinstance(chosen, Trial) else chosen
+        first = _first(chosen, found) if isinstance(chosen, Trial) else chosen
         if log.paths_wanted():
             bias = "no" if call.bias_dtype is None else call.bias_dtype
             extra = ", residual" if call.residual else ""
@@ -74,7 +74,7 @@ class Planner:
                 f"{self._operation} {call.m}x{call.n}x{call.k}, {call.out_dtype} output, {bias} "
                 f"bias{extra}, on {_named(gpu, device)}: {first.path} ({why}{many})"
             )
-        if chosen == STOCK:
+        if chosen == STOCK or (isinstance(chosen, Trial) and first.name not in chosen.names):
             return None
         guarded = device >= 0 and torch.cuda.device_count() > 1
         if not isinstance(chosen, Trial):
@@ -144,6 +144,12 @@ class Planner:
 
     def _profile(self, device: int) -> DeviceProfile:
         return profile(device, self._settings.assumed(device))
+
+
+def _first(trial: Trial, found: Candidates) -> Candidate:
+    """The candidate to start a trial with, which may be that of another op, where others have
+    failed; stock if none is left of it."""
+    return next((one for one in found.ordered if one.name in trial.names), STOCK)
 
 
 def _stock_configs() -> int:

@@ -163,7 +163,7 @@ class Process:
         self.tuner = Tuner(self.mode, lambda gpu: self.table)
         self.engine = self.op()
 
-    def op(self) -> gemm.Int8Gemm:
+    def op(self, name: str = "op") -> gemm.Int8Gemm:
         settings = Settings(tune=self.mode, force=self.force)
         context = OpContext(settings, self.breaker, RELEASES[-1], False, self.tuner)
         plain = references.cutlass(self.stock, context)
@@ -173,7 +173,7 @@ class Process:
             self.gpu.ran.append("stock")
             return plain(call, stream)
 
-        return gemm.Int8Gemm("op", "cuda", stock, context)
+        return gemm.Int8Gemm(name, "cuda", stock, context)
 
     def call(self, m: int = M, device: int = 0, engine: gemm.Int8Gemm | None = None) -> str:
         """Compute one call, check it to the bit, and say by what it was computed."""
@@ -337,13 +337,30 @@ def test_a_winner_that_another_op_finds_wrong_is_not_used_there(
     for _ in range(60):
         one.call()
     assert one.call() == NAMES[2]
-    other = one.op()
+    other = one.op("other")
     gpu.wrong.add(NAMES[2])
     assert one.call(engine=other) == "stock"
     gpu.wrong.clear()
     gpu.ran.clear()
     assert one.call(engine=other) == "first:" + OURS
     assert one.call(engine=other) == OURS
+
+
+def test_a_trial_of_another_op_that_does_without_our_first_candidate_is_joined(
+    process: Callable[..., Process], gpu: Gpu
+) -> None:
+    one = process()
+    gpu.wrong.add(OURS)
+    one.call(m=70)
+    gpu.wrong.clear()
+    one.call(m=200)
+    other = one.op("other")
+    gpu.times[NAMES[2]] = 10.0
+    for _ in range(60):
+        one.call(m=200, engine=other)
+    assert one.call(m=200, engine=other) != "stock"
+    (opened,) = one.breaker.snapshot()
+    assert opened.operation == f"op by {OURS}"
 
 
 def test_a_configuration_by_number_needs_a_release_that_runs_it(

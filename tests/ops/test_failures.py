@@ -56,6 +56,21 @@ def test_what_the_next_call_may_be_spared_is_said_once_and_forgotten(
     assert line.endswith("this call goes to stock")
 
 
+def test_what_the_caller_set_for_good_is_tried_sixteen_times(breaker: Breaker) -> None:
+    failures = Failures("op", breaker)
+    error = DeprecationWarning("ast.Num is deprecated")
+    assert not any(failures.account(error, DEVICE) for _ in range(15))
+    assert not failures.account(error, 1)
+    assert failures.account(error, DEVICE)
+    assert failures.reason(DEVICE) == "DeprecationWarning: ast.Num is deprecated, 16 times"
+    assert failures.reason(1) is None
+
+
+def test_memory_may_be_short_any_number_of_times(breaker: Breaker) -> None:
+    failures = Failures("op", breaker)
+    assert not any(failures.account(MemoryError(), DEVICE) for _ in range(100))
+
+
 def test_an_error_of_the_callers_that_cannot_be_read_is_handed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -63,17 +63,26 @@ def test_what_one_device_compiles_keeps_that_device_on_stock_and_no_other() -> N
         assert uses.possible(0)
 
 
-@pytest.mark.parametrize("other", [1, -1], ids=["another GPU", "the interpreter"])
 @pytest.mark.parametrize("same_op", [True, False])
-def test_another_device_is_proven_as_soon_as_the_compiler_is_free(
-    other: int, same_op: bool
+def test_while_one_device_compiles_another_one_goes_to_stock_and_does_not_wait(
+    same_op: bool,
 ) -> None:
+    uses = FirstUse()
+    mine = uses if same_op else FirstUse()
+    with Compilation(uses, 0) as compilation:
+        assert mine.prove(1, 0, nothing, lambda: None) == (False, None)
+        compilation.end()
+    assert mine.prove(1, 0, nothing, lambda: "differs") == (True, "differs")
+
+
+@pytest.mark.parametrize("same_op", [True, False])
+def test_the_interpreter_runs_as_soon_as_the_compiler_is_free(same_op: bool) -> None:
     uses = FirstUse()
     order: list[str] = []
 
     def prove(work: Callable[[], None]) -> None:
         mine = uses if same_op else FirstUse()
-        assert mine.prove(other, 0, work, lambda: None) == (True, None)
+        assert mine.prove(-1, 0, work, lambda: None) == (True, None)
 
     with Compilation(uses, 0) as compilation:
         second = threading.Thread(target=prove, args=(lambda: order.append("second"),))

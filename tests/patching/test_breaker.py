@@ -127,6 +127,36 @@ class Mute(Exception):
         raise ValueError("no text")
 
 
+@pytest.mark.parametrize(
+    ("cause", "meaning"),
+    [
+        (RecursionError("maximum recursion depth exceeded"), "caller"),
+        (DeprecationWarning("ast.Num is deprecated"), "caller"),
+        (MemoryError(), "memory"),
+        (RuntimeError("CUDA error: misaligned address"), "sticky"),
+        (ValueError("no"), "other"),
+    ],
+)
+@pytest.mark.parametrize("stated", [True, False])
+def test_what_stopped_a_compiler_counts_and_not_the_error_that_it_makes_of_that(
+    cause: Exception, meaning: str, stated: bool
+) -> None:
+    outer = RuntimeError("at 12:4: cannot compile")
+    middle = RuntimeError("at 3:8: in a function that is called there")
+    outer.__cause__ = middle
+    if stated:
+        middle.__cause__ = cause
+    else:
+        middle.__context__ = cause
+    assert classify(outer) == meaning
+
+
+def test_an_error_that_is_its_own_cause_is_classified() -> None:
+    error = ValueError("no")
+    error.__cause__ = error
+    assert classify(error) == "other"
+
+
 def test_an_error_is_described_by_its_class_and_first_line() -> None:
     assert describe(OSError("one\ntwo")) == "OSError: one"
     assert describe(RuntimeError()) == "RuntimeError"

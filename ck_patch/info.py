@@ -20,6 +20,7 @@ from typing import Any
 import ck_patch
 from ck_patch import activation, notices, preview, route, settings, table
 from ck_patch.activation import Activation
+from ck_patch.breaker import describe
 from ck_patch.device import DeviceProfile
 from ck_patch.preview import Choice
 from ck_patch.slots import SLOTS
@@ -199,11 +200,6 @@ def _quiet_stdout() -> Iterator[None]:
         yield
 
 
-def _describe(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _package(name: str, distributions: tuple[str, ...]) -> Package:
     version = None
     for distribution in distributions:
@@ -212,7 +208,7 @@ def _package(name: str, distributions: tuple[str, ...]) -> Package:
     try:
         module = importlib.import_module(name)
     except _BROKEN as error:
-        return Package(name, version, None, _describe(error))
+        return Package(name, version, None, describe(error))
     own = getattr(module, "__version__", None)
     file = getattr(module, "__file__", None)
     return Package(
@@ -245,7 +241,7 @@ def _patches() -> tuple[str, tuple[str, str] | None, tuple[Slot, ...], tuple[str
     try:
         status: Any = ck_patch.status()
     except _BROKEN as error:
-        return f"the patcher cannot be loaded ({_describe(error)})", None, (), ()
+        return f"the patcher cannot be loaded ({describe(error)})", None, (), ()
     return (
         status.host_reason,
         status.tested,
@@ -277,7 +273,7 @@ def _gpus() -> tuple[tuple[Device, ...], str | None]:
         said = [str(warning.message).splitlines()[0] for warning in caught]
         return (), said[0] if said else "CUDA finds no device"
     except _BROKEN as error:
-        return (), f"CUDA cannot be used ({_describe(error)})"
+        return (), f"CUDA cannot be used ({describe(error)})"
 
 
 def _device(index: int) -> Device:
@@ -301,7 +297,7 @@ def _device(index: int) -> Device:
             None if known is None else _tuned(known, wanted),
         )
     except _BROKEN as error:
-        return Device(index, None, None, None, None, _describe(error))
+        return Device(index, None, None, None, None, describe(error))
 
 
 def _backend_path(gpu: DeviceProfile, int8: str, backend: route.Backend) -> BackendPath:

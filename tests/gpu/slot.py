@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,11 @@ class Call:
 
         return replayed(poisoned), d
 
-    def into(self, function: Any, d: torch.Tensor) -> bool:
+    def into(self, function: Any, d: torch.Tensor, wrap: Callable[..., Any] = to_dlpack) -> bool:
+        """Call `function` with capsules that `wrap` makes, to write d."""
         tensors = (self.a, self.b, self.xs, self.ws, self.bias, d)
         stream = torch.cuda.current_stream(d.device).cuda_stream
-        done: bool = function(*map(to_dlpack, tensors), CODES[self.out_dtype], stream)
+        done: bool = function(*map(wrap, tensors), CODES[self.out_dtype], stream)
         return done
 
 

@@ -46,6 +46,7 @@ from tests.gpu2.devices import (
 
 pytestmark = pytest.mark.gpu2
 
+
 @pytest.fixture(autouse=True)
 def by_rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ours runs where the rule has it: a trial, among other programs on these GPUs, may find stock

@@ -113,13 +113,18 @@ def parameters(case: Case) -> tuple[dict[str, str], dict[str, Any]]:
 @functools.cache
 def compiled(case: Case) -> Any:
     """Triton's compiled kernel: `asm` by stage, and `metadata`."""
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
+    from ck_patch.kernels.registry import GEMMS
+
+    return compiled_as(GEMMS[case.config.family]().kernel, case)
+
+
+def compiled_as(kernel: Any, case: Case) -> Any:
+    """The same of another kernel with the parameters of the GEMM's."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ck_patch.kernels.registry import GEMMS
-
-    kernel = GEMMS[case.config.family]().kernel
     types, values = parameters(case)
     names = list(kernel.arg_names)
     assert {*types, *values} == {*names}

@@ -35,9 +35,9 @@ class Failures:
                 "CK_PATCH_INT8=stock avoids the attempt, CK_PATCH=0 turns ck_patch off",
             )
 
-    def account(self, error: Exception, device: int) -> bool:
-        """Log the error and return whether it keeps the operation on stock from now on; raises it
-        again if stock cannot help, because the CUDA context is dead."""
+    def account(self, error: Exception, device: int, candidate: str | None = None) -> bool:
+        """Log the error and return whether it keeps the operation, or that candidate, on stock from
+        now on; raises it again if stock cannot help, because the CUDA context is dead."""
         failure = classify(error)
         if failure == "sticky":
             raise error
@@ -53,7 +53,10 @@ class Failures:
                 f"{self._operation}: {why}, this call goes to stock",
             )
             return False
-        self.open(device, describe(error))
+        if candidate is None:
+            self.open(device, describe(error))
+        else:
+            self.exclude(device, candidate, describe(error))
         return True
 
     def open(self, device: int, reason: str) -> None:

@@ -197,6 +197,8 @@ class QuantizeRows(Op):
             or (device < 0 and not interpreting())
             or x.data_ptr() % 16
             or self._failures.reason(device) is not None
+            # An activation that fails takes nothing else along.
+            or (prologue.act is not None and self._failures.excluded(device, prologue.act))
         ):
             return None
         try:
@@ -205,7 +207,8 @@ class QuantizeRows(Op):
                     return self._run(x, prologue, device)
             return self._run(x, prologue, device)
         except Exception as error:
-            self.failed(error, device)
+            if self._failures.account(error, device, prologue.act):
+                self._launches.clear()
             return None
 
     def _run(self, x: torch.Tensor, prologue: Prologue, device: int) -> Quantized | None:
@@ -258,7 +261,10 @@ class QuantizeRows(Op):
         stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
         ran, found = self._first_use.prove(device, stream, run, fault)
         if found is not None:
-            self._failures.open(device, found)
+            if prologue.act is None:
+                self._failures.open(device, found)
+            else:
+                self._failures.exclude(device, prologue.act, found)
             self._launches.clear()
             return False
         # What the interpreter ran was not compared.

@@ -15,6 +15,7 @@ from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, op_of
 from ck_patch.kernels.input_acts import InputAct, columns
 from ck_patch.kernels.quantize_rows import RowQuantizer
+from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
 from ck_patch.ops import quantize_rows
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
@@ -244,6 +245,53 @@ def test_an_activation_is_proven_and_launched_by_itself(
         # Two slices of the first use, and what the test asks three times.
         assert asked == [(act, norm[1] if norm else 0.0)] * 5
     assert breaker.snapshot() == ()
+
+
+@pytest.mark.parametrize("how", ["wrong", "raising"])
+def test_an_activation_that_fails_takes_nothing_else_along(
+    breaker: Breaker, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    good = RowQuantizer.run
+    ran: list[InputAct | None] = []
+
+    def stock(
+        weight_2d: torch.Tensor,
+        group_size: int,
+        stochastic_rounding: int | None = 0,
+        input_act: Any = None,
+    ) -> Any:
+        m, k = len(weight_2d), weight_2d.shape[1] // columns(input_act)
+        q, scale = torch.empty(m, k, dtype=torch.int8), torch.empty(m, 1)
+        good(ConvrotRowQuantizer(input_act), weight_2d, q, scale)
+        return q, scale
+
+    codes = SimpleNamespace(_input_act_code=lambda act: 0)
+    monkeypatch.setitem(sys.modules, "a_host", codes)
+    stock.__module__ = "a_host"
+    context = OpContext(
+        Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
+    )
+    op = quantize_rows.build_cuda_convrot(stock, context)
+
+    def run(self: Any, *args: Any) -> None:
+        good(self, *args)
+        ran.append(self.act)
+        if self.act == "swiglu" and how == "raising":
+            raise RuntimeError("planted")
+        if self.act == "swiglu":
+            args[1][2, 17] += 1
+
+    monkeypatch.setattr(RowQuantizer, "run", run)
+    for k in (256, 512):
+        for act in ("swiglu", "gelu_tanh", None):
+            x = torch.randn(5, k * columns(act))
+            for _ in range(2):
+                found = op.function(x, 256, 0, act)
+                assert all(map(torch.equal, found, stock(x, 256, 0, act)))
+    assert ran.count("swiglu") == 1
+    assert min(ran.count("gelu_tanh"), ran.count(None)) >= 2
+    (opened,) = breaker.snapshot()
+    assert opened.operation == "cuda_quantize_rowwise_convrot64 by swiglu"
 
 
 def test_a_deactivated_quantizer_has_no_launch(quantizer: Quantizer) -> None:

@@ -30,6 +30,8 @@ ComfyUI uses the CUDA backend where torch was built for CUDA 13, the Triton back
 | `tuned` | stock's GEMM, until another candidate was measured to be faster at such a shape |
 | `float16`, `bfloat16` | the weight dequantized piece by piece, the activation not quantized |
 | `eager` | the eager backend, with the path that it has on that GPU |
+
+On sm_86 `tuned` starts, at some M, with a configuration of stock's that is reported to be faster there.
 """
 TITLES: dict[Operation, str] = {
     "int8_linear": "`int8_linear`",

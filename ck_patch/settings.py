@@ -44,7 +44,8 @@ INT8 = Variable(
     "Which path an INT8 linear takes. auto: decided per device and shape. stock: never ours. "
     "triton: our GEMM from sm_80 on, also where stock may be faster, but not on sm_103 and on "
     "architectures that this version does not know. fp16: weights are dequantized piece by piece "
-    "and activations are not quantized, in FP16 (BF16 on sm_103); the result is another one than INT8's.",
+    "and activations are not quantized, in FP16 (BF16 on sm_103); the result is another one than "
+    "INT8's.",
     ("auto", "stock", "triton", "fp16"),
 )
 SLOTS = Variable(

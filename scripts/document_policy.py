@@ -31,7 +31,7 @@ ComfyUI uses the CUDA backend where torch was built for CUDA 13, the Triton back
 | `float16`, `bfloat16` | the weight dequantized piece by piece, the activation not quantized |
 | `eager` | the eager backend, with the path that it has on that GPU |
 
-On sm_86 `tuned` starts, at some M, with a configuration of stock's that is reported to be faster there.
+On sm_86 `tuned` starts, at some M, with a configuration of stock's that is reported to be faster.
 """
 TITLES: dict[Operation, str] = {
     "int8_linear": "`int8_linear`",

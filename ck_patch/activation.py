@@ -65,7 +65,8 @@ def _verdict(found: list[Path], unread: list[Path]) -> tuple[bool, str]:
         return False, f"{unread[0].parent} is no folder where Python reads .pth files"
     return False, (
         f"no start file is in the site-packages of this interpreter, ck_patch runs from "
-        f"{Path(ck_patch.__file__).parent}; install it with {pip_install(_checkout())}"
+        f"{Path(ck_patch.__file__).parent}; install it with {pip_install(_checkout())} "
+        "or call ck_patch.enable() once comfy_kitchen has been imported"
     )
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import ck_patch
-from ck_patch import guard, log, releases, settings, table
+from ck_patch import _import_hook, guard, log, releases, settings, table
 from ck_patch.breaker import Breaker, OpenBreaker, describe
 from ck_patch.context import Factory, Function, Op, OpContext, Refused
 from ck_patch.forks import ForkSafe
@@ -128,9 +128,8 @@ class Patcher(ForkSafe):
                 except guard.BROKEN as error:
                     refusal = f"patching failed ({describe(error)})"
                 self._refusals[slot.name] = refusal
-                if host.path is not None and wanted.wants(slot.name):
-                    outcome = f"stays on stock: {refusal}" if refusal else f"patched, {host.reason}"
-                    log.once(f"{slot.name} {outcome}", f"{slot.name} {outcome}")
+            for line in self._outcome(wanted, host):
+                log.once(line, line)
 
     def disable(self) -> None:
         """Put stock back wherever ours is still in place, by identity.
@@ -171,6 +170,20 @@ class Patcher(ForkSafe):
             for name in wanted.slots or ()
             if name not in known
         ]
+
+    def _outcome(self, wanted: settings.Settings, host: guard.Host) -> Iterator[str]:
+        """What enable() came to: one line for all that is patched, one for each that is not."""
+        names = [slot.name for slot in self._slots if wanted.wants(slot.name)]
+        if host.path is None:
+            if names and not _import_hook.is_waiting():
+                yield "comfy_kitchen has not been imported: call ck_patch.enable() again after it"
+            return
+        patched = [name for name in names if not self._refusals[name]]
+        if patched:
+            yield f"patched: {', '.join(patched)} ({host.reason})"
+        for name in names:
+            if self._refusals[name]:
+                yield f"{name} stays on stock: {self._refusals[name]}"
 
     def _converge(self, slot: Slot, plan: _Plan | str) -> str:
         """Bring one slot in line; the reason why it stays on stock, or an empty text."""

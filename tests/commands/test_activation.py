@@ -106,10 +106,13 @@ def test_a_start_file_elsewhere_on_the_path_is_explained(interpreter: Interprete
     assert f"{interpreter.other} is no folder" in activation.examine().reason
 
 
-def test_without_a_start_file_the_way_to_install_is_named(interpreter: Interpreter) -> None:
+def test_without_a_start_file_the_ways_to_start_are_named(interpreter: Interpreter) -> None:
     found = activation.examine()
     assert found.files == ()
-    assert f"-m pip install {shlex.quote(str(REPOSITORY))}`" in found.reason
+    assert found.reason.endswith(
+        f"-m pip install {shlex.quote(str(REPOSITORY))}` "
+        "or call ck_patch.enable() once comfy_kitchen has been imported"
+    )
 
 
 def test_a_real_interpreter_without_site_says_so() -> None:

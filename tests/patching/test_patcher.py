@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ck_patch import guard
+from ck_patch import _import_hook, guard
 from ck_patch.patcher import Patcher
 
 from .conftest import COMPUTE, LINEAR, FakeHost
@@ -412,9 +412,53 @@ def test_each_outcome_is_logged_once(
         both.enable()
         both.enable()
     assert caplog.messages == [
-        "compute patched, known",
+        "patched: compute (known)",
         "linear stays on stock: host.linear is missing",
     ]
+
+
+def test_all_that_is_patched_is_in_one_line(
+    host: FakeHost, both: Patcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        both.enable()
+        both.enable()
+    assert caplog.messages == ["patched: compute, linear (known)"]
+
+
+NOT_IMPORTED = "comfy_kitchen has not been imported: call ck_patch.enable() again after it"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "kill", "lines"),
+    [
+        (False, "1", [NOT_IMPORTED]),
+        (True, "1", []),
+        (False, "0", []),
+    ],
+    ids=["nobody waits", "a finder of ours waits", "switched off"],
+)
+def test_enable_before_the_host_says_so_unless_a_finder_waits(
+    host: FakeHost,
+    both: Patcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    waiting: bool,
+    kill: str,
+    lines: list[str],
+) -> None:
+    absent = guard.Host("1.0", None, None, check_first=False, reason="not imported")
+    monkeypatch.setattr(guard, "examine_host", lambda: absent)
+    others = [f for f in sys.meta_path if type(f).__module__ != _import_hook.__name__]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.setenv("CK_PATCH", kill)
+    if waiting:
+        _import_hook.call_after_import("host_to_come", both.enable)
+    with caplog.at_level(logging.INFO):
+        both.enable()
+        both.enable()
+    assert caplog.messages == lines
+    assert reasons(both)["compute"] == ("CK_PATCH=0" if kill == "0" else "not imported")
 
 
 def test_a_bad_value_warns_once_and_means_the_default(

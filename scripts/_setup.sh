@@ -35,10 +35,11 @@ find_python() {
 
 has_gpu() { nvidia-smi >/dev/null 2>&1; }
 
-# What the environment depends on: a change of any of it installs anew.
+# What the environment depends on, and whether ck_patch is still in it: a change of any of it
+# installs anew.
 fingerprint() {
     cat "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum
-    printf '%s\n' "$root" "$torch" "$("$python" --version)"
+    printf '%s\n' "$root" "$torch" "$("$python" --version)" "$(installed ck-patch)"
 }
 
 base_of() { "$1" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version)' 2>/dev/null; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,5 +95,6 @@ def _path(gpu: DeviceProfile, backend: Backend, operation: Operation) -> DeviceP
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(text(), encoding="utf-8")
     print(f"wrote {TARGET}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from ck_patch import settings
@@ -41,5 +42,6 @@ def _default(variable: settings.Variable) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     TARGET.write_text(text(), encoding="utf-8")
     print(f"wrote {TARGET}")

@@ -70,6 +70,7 @@ class Trial(ForkSafe):
                 self._waited += 1
                 if self._waited > _LOST_AFTER:
                     self._running = dict.fromkeys(self.names, 0)
+                    self._waited = 0
                 return None
             name = min(open_, key=self._given)
             self._running[name] += 1

@@ -246,3 +246,14 @@ def test_a_sample_that_comes_back_after_it_was_given_up_counts_like_any_other() 
         assert name is not None
         trial.add(name, 50.0 if name == "fast" else 60.0)
     assert trial.winner == "fast"
+
+
+def test_after_a_loss_samples_that_are_under_way_are_waited_for_as_before() -> None:
+    trial = Trial(["stock", "fast"])
+    handed_out = 0
+    for _ in range(14 + 1025):
+        handed_out += trial.next() is not None
+    assert handed_out == 14  # All of them are lost.
+    for _ in range(14 + 1000):
+        handed_out += trial.next() is not None
+    assert handed_out == 28

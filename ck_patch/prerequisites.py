@@ -1,5 +1,5 @@
 """What `demo`, `bench` and `tune` ask for before they run: torch, a GPU, a patched comfy_kitchen,
-matplotlib for a plot."""
+matplotlib for a plot, numpy for the interpreter."""
 
 from __future__ import annotations
 
@@ -29,12 +29,22 @@ def has_gpu() -> bool:
 
 def need_matplotlib() -> None:
     """Raises Missing where nothing can be drawn: before minutes of measuring."""
+    _need("matplotlib.figure", "--plot")
+
+
+def need_numpy() -> None:
+    """Raises Missing where Triton's interpreter cannot run."""
+    _need("numpy", "Triton's interpreter")
+
+
+def _need(module: str, who: str) -> None:
+    package = module.partition(".")[0]
     try:
-        importlib.import_module("matplotlib.figure")
+        importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise Missing(
-            f"--plot needs matplotlib ({type(error).__name__}: {error}); "
-            f"install it with {activation.pip_install('matplotlib')}"
+            f"{who} needs {package} ({type(error).__name__}: {error}); "
+            f"install it with {activation.pip_install(package)}"
         ) from None
 
 

@@ -29,13 +29,7 @@ def _run(json_path: Path | None, shapes: Sequence[Shape] | None) -> int:
     if not on_gpu:
         told = os.environ.get("TRITON_INTERPRET") == "1"
         os.environ["TRITON_INTERPRET"] = "1"
-        try:
-            importlib.import_module("numpy")
-        except (Exception, SystemExit) as error:
-            raise Missing(
-                f"Triton's interpreter needs numpy ({type(error).__name__}: {error}); "
-                f"install it with {activation.pip_install('numpy')}"
-            ) from None
+        prerequisites.need_numpy()
         from ck_patch.demo import interpreter
 
         too_large = [text for shape in shapes or () if (text := interpreter.objection(shape))]

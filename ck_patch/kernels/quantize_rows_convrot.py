@@ -247,8 +247,8 @@ class ConvrotRowQuantizer(RowQuantizer):
 
 
 def _threads_of_stock(k: int) -> int:
-    """Threads of a block of stock's kernel for more than one row, which show in the sum of squares;
-    the host has them in `_convrot_int8_fused_shared_memory_bytes`."""
+    """Threads of a block of stock's kernel for more than one row, which show in the sum of squares:
+    as its launcher has them in the binaries of 0.2.34 to 0.2.40."""
     for threads, below in ((64, 257), (128, 3073), (256, 6145), (512, 12_288)):
         if k < below:
             return threads

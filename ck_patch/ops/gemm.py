@@ -22,8 +22,6 @@ from ck_patch.ops.references import Reference, StockGemm
 from ck_patch.route import Backend
 from ck_patch.tuner import Tuner
 
-__all__ = ["Int8Gemm", "Plan"]
-
 # The first use of a kernel is compared with stock on so many rows at either end of the output. Rows
 # of K or N elements start on 16 bytes, as stock needs, at each multiple of 16.
 _CHECKED_ROWS = 128

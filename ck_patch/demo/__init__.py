@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ck_patch import activation, prerequisites, results
+from ck_patch import prerequisites, results
 from ck_patch.prerequisites import Missing
 from ck_patch.shapes import Shape
 

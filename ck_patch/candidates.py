@@ -184,7 +184,7 @@ def _likely(call: GemmCall, device: DeviceProfile) -> Iterator[TileConfig]:
     if device.capability == (9, 0):
         order = tiles.hopper_order(m, n, k, device.sm_count, device.descriptors)
     else:
-        order = tiles.mma_sync_order(m, n, k, device.sm_count, device.prefetches)
+        order = tiles.mma_sync_order(m, n, k, device.sm_count, device.tensor_memory)
     return _fitting(order, call, device)
 
 

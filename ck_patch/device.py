@@ -17,9 +17,9 @@ KIB = 1024
 class DeviceProfile:
     """A device as the policy sees it. `kind` is "cuda", "interpreter" (the CPU, with Triton's
     interpreter on) or "other"; shared_memory is bytes per block, opted in; `descriptors` says
-    whether kernels can be given TMA descriptors made on the host, `prefetches` whether Triton loads
-    int8 operands into registers one step ahead, or the accumulator from tensor memory: a 128x128
-    tile of 4 warps spills then; `compiles` whether Triton can be asked to compile for it at all."""
+    whether kernels can be given TMA descriptors made on the host, `tensor_memory` whether Triton
+    keeps the accumulator in tensor memory: a 128x128 tile of 4 warps spills then; `compiles`
+    whether Triton can be asked to compile for it at all."""
 
     kind: Literal["cuda", "interpreter", "other"]
     name: str
@@ -27,7 +27,7 @@ class DeviceProfile:
     sm_count: int = 1
     shared_memory: int = 0
     descriptors: bool = False
-    prefetches: bool = False
+    tensor_memory: bool = False
     compiles: bool = True
 
     @property
@@ -66,8 +66,7 @@ def profile(index: int, assume: tuple[int, int] | None = None) -> DeviceProfile:
         getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         # TMA came with sm_90, and Triton's host-side descriptors with 3.4.
         properties.major >= 9 and find_spec("triton.tools.tensor_descriptor") is not None,
-        (properties.major == 8 or (properties.major, properties.minor) == (10, 0))
-        and _prefetching_triton(),
+        (properties.major, properties.minor) == (10, 0) and _with_tensor_memory(),
         # The LLVM in Triton 3.3 does not know sm_121 and ends the process over a shuffle.
         (properties.major, properties.minor) != (12, 1) or _triton_since("3.4", True),
     )
@@ -81,8 +80,8 @@ def _assumed(capability: tuple[int, int]) -> DeviceProfile:
     return DeviceProfile("cuda", name, capability, shared_memory=48 * KIB)
 
 
-def _prefetching_triton() -> bool:
-    """Whether Triton does that on sm_80, 86, 89 and 100: from 3.8 on, by the code that it makes."""
+def _with_tensor_memory() -> bool:
+    """Whether Triton uses it on sm_100: from 3.8 on, by the code that it makes."""
     return _triton_since("3.8", False)
 
 
@@ -108,12 +107,12 @@ KNOWN = (
     DeviceProfile("cuda", "Jetson AGX Xavier", (7, 2), 8, 96 * KIB),
     DeviceProfile("cuda", "GeForce GTX 1660 SUPER", (7, 5), 22, 64 * KIB),
     DeviceProfile("cuda", "GeForce RTX 2080 Ti", (7, 5), 68, 64 * KIB),
-    DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB, False, _prefetching_triton()),
-    DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB, False, _prefetching_triton()),
-    DeviceProfile("cuda", "Jetson AGX Orin", (8, 7), 16, 163 * KIB, False, _prefetching_triton()),
-    DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB, False, _prefetching_triton()),
+    DeviceProfile("cuda", "A100", (8, 0), 108, 163 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 3090", (8, 6), 82, 99 * KIB),
+    DeviceProfile("cuda", "Jetson AGX Orin", (8, 7), 16, 163 * KIB),
+    DeviceProfile("cuda", "GeForce RTX 4090", (8, 9), 128, 99 * KIB),
     DeviceProfile("cuda", "H200", (9, 0), 132, 227 * KIB, True),
-    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True, _prefetching_triton()),
+    DeviceProfile("cuda", "B200", (10, 0), 148, 227 * KIB, True, _with_tensor_memory()),
     DeviceProfile("cuda", "B300", (10, 3), 148, 227 * KIB, True),
     DeviceProfile("cuda", "Jetson AGX Thor", (11, 0), 20, 227 * KIB, True),
     DeviceProfile("cuda", "GeForce RTX 5090", (12, 0), 170, 99 * KIB, True),

@@ -257,9 +257,9 @@ def _config(call: GemmCall, device: DeviceProfile, int8: str) -> tuple[TileConfi
         if int8 == "auto" and call.backend == "cuda":
             return None, "stock is as fast at this size with this K on sm_90"
     if call.backend != "cuda" or int8 == "triton":
-        config = tiles.mma_sync(m, n, k, device.sm_count, device.prefetches)
+        config = tiles.mma_sync(m, n, k, device.sm_count, device.tensor_memory)
         reason = device_path(device, int8, call.backend).reason
         return config, "CK_PATCH_INT8=triton" if call.backend == "cuda" else reason
     if m < 128:
         return None, "on sm_121 only M >= 128 was reported faster than stock"
-    return tiles.MMA_SYNC, "reported 2.3 times as fast as stock on sm_121"
+    return tiles.EIGHT_WARPS, "reported 2.3 times as fast as stock on sm_121"

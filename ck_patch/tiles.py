@@ -34,6 +34,11 @@ class TileConfig:
         """BLOCK_M, BLOCK_N, BLOCK_K and GROUP_M, in the order of the kernels' parameters."""
         return self.block_m, self.block_n, self.block_k, self.group_m
 
+    @property
+    def scales_first(self) -> bool:
+        """Whether the pointer kernel loads scales and bias before its K loop."""
+        return self not in SCALES_LAST
+
     def tiles(self, m: int, n: int) -> int:
         """Number of output tiles."""
         return -(-m // self.block_m) * -(-n // self.block_n)
@@ -77,9 +82,13 @@ class WaveCost:
 
 
 # The `mma.sync` class, sm_80 and newer but sm_90 and sm_100, within the 99 KiB of shared memory
-# that most of it has. On GB10 (sm_121) this one reaches about 170 of 196 TOPS where stock has 72
-# (public report on comfy-kitchen 0.2.31, M >= 128).
-MMA_SYNC = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
+# that most of it has; this one takes any K.
+MMA_SYNC = TileConfig("pointer", 128, 128, 64, 4, 4, 16)
+
+# On GB10 (sm_121) this one reaches about 170 of 196 TOPS where stock has 72 (public report on
+# comfy-kitchen 0.2.31, M >= 128). On sm_100 it spills nothing where Triton has the accumulator in
+# tensor memory, which 4 warps do with such a tile.
+EIGHT_WARPS = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 
 # The kernel compiled for sm_80, its PTX run on one H200 (scripts/bench_class.py, 2026-11-30, Triton
 # 3.6): 12 shapes from M = 2 to 14,430, with as many programs to an SM as fit into 100 KiB. The
@@ -92,7 +101,14 @@ MMA_SYNC_COSTS = (
     WaveCost(TileConfig("pointer", 32, 64, 256, 4, 3, 8), 2.9, (2.21, 3.1)),
     WaveCost(TileConfig("pointer", 64, 64, 128, 4, 4, 8), 2.1, (2.62, 4.27)),
     WaveCost(TileConfig("pointer", 64, 128, 128, 4, 3, 8), 1.4, (4.49, 6.76)),
-    WaveCost(TileConfig("pointer", 128, 128, 64, 4, 3, 16), 1.4, (7.25, 9.83)),
+    WaveCost(MMA_SYNC, 1.4, (7.25, 9.83)),
+)
+
+# These two have no registers to spare for scales and bias during their K loop: with them 128x128x64
+# lost 1% and 64x64x128 6% (one H200, sm_80 PTX, Triton 3.6), where the others won up to 20%.
+SCALES_LAST = (
+    TileConfig("pointer", 64, 64, 128, 4, 4, 8),
+    MMA_SYNC,
 )
 
 # sm_90, measured on two H200 on 2026-11-30 with torch 2.11+cu130, Triton 3.6 and comfy-kitchen
@@ -141,26 +157,26 @@ def _hopper_small(m: int, n: int, k: int, sm_count: int) -> TileConfig | None:
     return next(iter(_cheapest(costs, m, n, k, sm_count)), None)
 
 
-def mma_sync(m: int, n: int, k: int, sm_count: int, prefetches: bool) -> TileConfig:
-    """The configuration of the `mma.sync` class for a shape; `prefetches` is the profile's."""
-    return mma_sync_order(m, n, k, sm_count, prefetches)[0]
+def mma_sync(m: int, n: int, k: int, sm_count: int, tensor_memory: bool = False) -> TileConfig:
+    """The configuration of the `mma.sync` class for a shape; `tensor_memory` is the profile's."""
+    return mma_sync_order(m, n, k, sm_count, tensor_memory)[0]
 
 
 def mma_sync_order(
-    m: int, n: int, k: int, sm_count: int, prefetches: bool
+    m: int, n: int, k: int, sm_count: int, tensor_memory: bool = False
 ) -> tuple[TileConfig, ...]:
     """The three configurations of the `mma.sync` class that look best for a shape, the best first;
     fewer where K does not divide."""
+    floor = EIGHT_WARPS if tensor_memory else MMA_SYNC
     costs = [
         cost
         for cost in MMA_SYNC_COSTS
-        if k % cost.config.block_k == 0
-        and not (prefetches and cost.config.block_m * cost.config.block_n >= 128 * 128)
+        if k % cost.config.block_k == 0 and not (tensor_memory and cost.config == MMA_SYNC)
     ]
     order = _cheapest(costs, m, n, k, sm_count)
     # With so many rows nothing is gained by a tile that reads its operands more often.
-    if not order or (prefetches and m >= 1024):
-        return MMA_SYNC, *order[:2]
+    if not order or (tensor_memory and m >= 1024):
+        return floor, *order[:2]
     return order[:3]
 
 
@@ -190,6 +206,7 @@ EVERY = tuple(
             HOPPER,
             HOPPER_DEEP,
             MMA_SYNC,
+            EIGHT_WARPS,
             *(cost.config for cost in (*MMA_SYNC_COSTS, *HOPPER_SMALL)),
         )
     )

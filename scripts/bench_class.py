@@ -52,13 +52,13 @@ SHAPES: tuple[Shape, ...] = (
     (14430, 21504, 5376),
 )
 LARGE = 1024
-CHOSEN = (tiles.MMA_SYNC, *(cost.config for cost in tiles.MMA_SYNC_COSTS))
+CHOSEN = (tiles.EIGHT_WARPS, *(cost.config for cost in tiles.MMA_SYNC_COSTS))
 
 
 def policy(m: int, n: int, k: int) -> TileConfig:
     """What the policy chooses for a GPU of the class that has as many SMs as this one."""
     sm_count = torch.cuda.get_device_properties().multi_processor_count
-    return tiles.mma_sync(m, n, k, sm_count, prefetches=False)
+    return tiles.mma_sync(m, n, k, sm_count)
 
 
 def _pointer(*numbers: int) -> TileConfig:
@@ -66,8 +66,8 @@ def _pointer(*numbers: int) -> TileConfig:
 
 
 CONFIGS = (
+    tiles.EIGHT_WARPS,
     tiles.MMA_SYNC,
-    _pointer(128, 128, 64, 4, 4, 8),
     _pointer(128, 128, 64, 4, 3, 8),
     _pointer(128, 128, 128, 8, 3, 8),
     _pointer(128, 128, 32, 4, 4, 8),

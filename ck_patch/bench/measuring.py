@@ -172,7 +172,7 @@ class _Bench:
             return {}
         from ck_patch.bench.class_sm80 import ClassGemm
 
-        gemm = ClassGemm(tiles.mma_sync(*layer.shape, self._sm_count, prefetches=False))
+        gemm = ClassGemm(tiles.mma_sync(*layer.shape, self._sm_count))
 
         def run(layer: Layer) -> torch.Tensor:
             given = layer.inputs

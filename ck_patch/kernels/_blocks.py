@@ -26,8 +26,8 @@ _COMPILED = tl.constexpr(isinstance(grouped_tile, triton.JITFunction))
 def epilogue(
     acc,
     x_scale,
-    w_scale_ptr,
-    bias_ptr,
+    w_scale,
+    bias,
     residual_ptr,
     residual_scale_ptr,
     rows,
@@ -45,10 +45,7 @@ def epilogue(
     columns.
     """
     in_n = n < N
-    w_scale = tl.load(w_scale_ptr + n, mask=in_n, other=0.0)
-    bias = w_scale
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + n, mask=in_n, other=0.0)
         if ROUNDING == "eager":
             bias = bias.to(DTYPE)
         bias = bias.to(tl.float32)
@@ -68,11 +65,39 @@ def epilogue(
 
 
 @triton.jit
-def store_tile(
-    acc,
+def load_scales(
     x_scale_ptr,
     w_scale_ptr,
     bias_ptr,
+    m0,
+    n0,
+    M,
+    N,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Row scales, column scales and bias of the tile that starts at [m0, n0]; without a bias
+    something to pass on that is not read.
+
+    A thread gets one or two values of each. Loaded before the K loop they are there when it ends.
+    """
+    in_m = tl.arange(0, BLOCK_M) < M - m0
+    in_n = tl.arange(0, BLOCK_N) < N - n0
+    x_scale = tl.load(x_scale_ptr + m0 + tl.arange(0, BLOCK_M), mask=in_m, other=0.0)
+    w_scale = tl.load(w_scale_ptr + n0 + tl.arange(0, BLOCK_N), mask=in_n, other=0.0)
+    bias = w_scale
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n0 + tl.arange(0, BLOCK_N), mask=in_n, other=0.0)
+    return x_scale, w_scale, bias
+
+
+@triton.jit
+def store_tile(
+    acc,
+    x_scale,
+    w_scale,
+    bias,
     d_ptr,
     residual_ptr,
     residual_scale_ptr,
@@ -84,12 +109,12 @@ def store_tile(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    """Store the tile of d that starts at [m0, n0] through pointers."""
+    """Store the tile of d that starts at [m0, n0] through pointers; scales and bias are those of
+    `load_scales`."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     m = tl.arange(0, BLOCK_M)
     in_m = m < M - m0
-    x_scale = tl.load(x_scale_ptr + m0 + m, mask=in_m, other=0.0)
     # M * N may exceed 2^31.
     start = m0.to(tl.int64) * N
     rows = m.to(tl.int64) * N
@@ -99,15 +124,17 @@ def store_tile(
     PARTS: tl.constexpr = 2 if HAS_RESIDUAL or WIDE else 1
     PART_N: tl.constexpr = BLOCK_N // PARTS
     for index in tl.static_range(PARTS):
-        part = acc
+        part, part_w_scale, part_bias = acc, w_scale, bias
         if PARTS == 2:
             part = half(acc, index)
+            part_w_scale = half_row(w_scale, index)
+            part_bias = half_row(bias, index)
         n = n0 + index * PART_N + tl.arange(0, PART_N)
         out = epilogue(
             part,
             x_scale,
-            w_scale_ptr,
-            bias_ptr,
+            part_w_scale,
+            part_bias,
             residual_ptr + start,
             residual_scale_ptr,
             rows,
@@ -132,6 +159,16 @@ def half(tile, index: tl.constexpr):
         return left
     else:
         return right
+
+
+@triton.jit
+def half_row(row, index: tl.constexpr):
+    """The first (0) or second (1) half of a vector."""
+    first, second = tl.split(tl.trans(tl.reshape(row, (2, row.shape[0] // 2))))
+    if index == 0:
+        return first
+    else:
+        return second
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ck_patch.kernels._blocks import grouped_tile, store_tile
+from ck_patch.kernels._blocks import grouped_tile, load_scales, store_tile
 from ck_patch.kernels.launch import Gemm
 from ck_patch.tiles import TileConfig
 
@@ -38,6 +38,7 @@ def _int8_gemm_dequant_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SCALES_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,25 +60,36 @@ def _int8_gemm_dequant_kernel(
     # M * K, N * K and M * N may exceed 2^31. The start of a tile is one 64-bit scalar; inside the
     # K loop the offsets are 32-bit, which BLOCK * K cannot exceed for K <= 131,071.
     a_ptrs = a_ptr + m0.to(tl.int64) * K + (m[:, None] * K + k[None, :])
-    b_ptrs = b_ptr + n0.to(tl.int64) * K + (n[None, :] * K + k[:, None])
+    b_ptrs = b_ptr + n0.to(tl.int64) * K + (n[:, None] * K + k[None, :])
+    if SCALES_FIRST:
+        x_scale, w_scale, bias = load_scales(
+            x_scale_ptr, w_scale_ptr, bias_ptr, m0, n0, M, N, HAS_BIAS, BLOCK_M, BLOCK_N
+        )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for k0 in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=in_m[:, None], other=0)
-            b = tl.load(b_ptrs, mask=in_n[None, :], other=0)
+            b = tl.load(b_ptrs, mask=in_n[:, None], other=0)
         else:
             in_k = k < K - k0
             a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0)
-            b = tl.load(b_ptrs, mask=in_n[None, :] & in_k[:, None], other=0)
-        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+            b = tl.load(b_ptrs, mask=in_n[:, None] & in_k[None, :], other=0)
+        # Transposed here and not in the addresses: Triton 3.8 and newer would carry the operands of
+        # an `mma.sync` loop from step to step byte by byte, at a third of the speed, but not of a
+        # transposed view.
+        acc = tl.dot(a, b.T, acc, out_dtype=tl.int32)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
 
+    if not SCALES_FIRST:
+        x_scale, w_scale, bias = load_scales(
+            x_scale_ptr, w_scale_ptr, bias_ptr, m0, n0, M, N, HAS_BIAS, BLOCK_M, BLOCK_N
+        )
     store_tile(
         acc,
-        x_scale_ptr,
-        w_scale_ptr,
-        bias_ptr,
+        x_scale,
+        w_scale,
+        bias,
         d_ptr,
         residual_ptr,
         residual_scale_ptr,
@@ -101,4 +113,5 @@ class PointerGemm(Gemm):
         return k % config.block_k == 0
 
     def constants(self, k: int) -> tuple[int, ...]:
-        return k % self.config.block_k == 0, *self.config.blocks
+        config = self.config
+        return k % config.block_k == 0, config.scales_first, *config.blocks

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ck_patch.kernels._blocks import grouped_tile, store_tile
+from ck_patch.kernels._blocks import grouped_tile, load_scales, store_tile
 from ck_patch.kernels.launch import Gemm
 
 
@@ -47,6 +47,9 @@ def _int8_gemm_dequant_tma_kernel(
     )
     m0 = tile_m * BLOCK_M
     n0 = tile_n * BLOCK_N
+    x_scale, w_scale, bias = load_scales(
+        x_scale_ptr, w_scale_ptr, bias_ptr, m0, n0, M, N, HAS_BIAS, BLOCK_M, BLOCK_N
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for k0 in range(0, K, BLOCK_K):
         a = a_desc.load([m0, k0])
@@ -55,9 +58,9 @@ def _int8_gemm_dequant_tma_kernel(
 
     store_tile(
         acc,
-        x_scale_ptr,
-        w_scale_ptr,
-        bias_ptr,
+        x_scale,
+        w_scale,
+        bias,
         d_ptr,
         residual_ptr,
         residual_scale_ptr,

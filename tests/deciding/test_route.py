@@ -373,7 +373,7 @@ def test_what_needs_more_shared_memory_than_there_is_is_never_chosen(
 def test_a_configuration_that_does_not_fit_is_named_in_the_reason() -> None:
     route = decide(LARGE, dataclasses.replace(GB10, shared_memory=49152))
     assert route.config is None
-    assert tiles.MMA_SYNC.name in route.reason
+    assert tiles.EIGHT_WARPS.name in route.reason
     assert "GB10 has" in route.reason
 
 

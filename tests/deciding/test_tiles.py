@@ -95,19 +95,19 @@ def test_small_gemms_on_sm_90_get_a_tile_whose_steps_fill_k_or_none() -> None:
 
 @pytest.mark.parametrize(("m", "rows"), [(1, 16), (16, 16), (128, 64), (1024, 128), (8192, 128)])
 def test_the_mma_sync_class_takes_larger_tiles_for_more_rows(m: int, rows: int) -> None:
-    assert tiles.mma_sync(m, 4096, 4096, 82, False).block_m == rows
+    assert tiles.mma_sync(m, 4096, 4096, 82).block_m == rows
 
 
-def test_the_mma_sync_class_takes_no_tile_that_would_spill_registers() -> None:
+def test_sm_100_takes_no_tile_that_spills_where_the_accumulator_is_in_tensor_memory() -> None:
     for m in (1, 16, 100, 512, 1023, 1024, 8192, 100_000):
-        config = tiles.mma_sync(m, 4096, 4096, 82, True)
+        config = tiles.mma_sync(m, 4096, 4096, 148, tensor_memory=True)
         assert config.block_m * config.block_n < 128 * 128 or config.num_warps == 8
-        assert (config == tiles.MMA_SYNC) == (m >= 1024)
+        assert (config == tiles.EIGHT_WARPS) == (m >= 1024)
 
 
 def test_the_mma_sync_class_has_one_tile_that_takes_any_k() -> None:
     for m in (1, 128, 8192):
-        for prefetches in (False, True):
-            assert tiles.mma_sync(m, 4096, 2064, 82, prefetches) == tiles.MMA_SYNC
-            config = tiles.mma_sync(m, 4096, 384, 82, prefetches)
+        for tensor_memory, floor in ((False, tiles.MMA_SYNC), (True, tiles.EIGHT_WARPS)):
+            assert tiles.mma_sync(m, 4096, 2064, 82, tensor_memory) == floor
+            config = tiles.mma_sync(m, 4096, 384, 82, tensor_memory)
             assert 384 % config.block_k == 0

@@ -141,7 +141,7 @@ def _gemms(gpu: DeviceProfile) -> Iterator[GemmCase]:
     if gpu.capability >= (9, 0):
         from ck_patch.bench.class_sm80 import ClassGemm
 
-        for config in (tiles.MMA_SYNC, *(cost.config for cost in tiles.MMA_SYNC_COSTS)):
+        for config in (tiles.EIGHT_WARPS, *(cost.config for cost in tiles.MMA_SYNC_COSTS)):
             yield from (GemmCase(ClassGemm, config, variant) for variant in OF_THE_CLASS)
 
 

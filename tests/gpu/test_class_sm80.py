@@ -37,7 +37,7 @@ def assert_equal_to_stock(
     ours = torch.full_like(theirs, torch.nan)
     bias = None if bias_dtype is None else call.bias
     operands = Operands(a=call.a, b=call.b, x_scale=call.xs, w_scale=call.ws, bias=bias, d=ours)
-    config = tiles.mma_sync(m, n, k, sm_count(), prefetches=False)
+    config = tiles.mma_sync(m, n, k, sm_count())
     gemm = ClassGemm(config)
     gemm.run(operands)
     assert torch.equal(ours, theirs), shape

@@ -40,7 +40,7 @@ def compiled(config: TileConfig) -> Any:
 
 @pytest.mark.parametrize(
     "config",
-    [tiles.MMA_SYNC, *(cost.config for cost in tiles.MMA_SYNC_COSTS)],
+    [tiles.EIGHT_WARPS, *(cost.config for cost in tiles.MMA_SYNC_COSTS)],
     ids=lambda config: config.name,
 )
 def test_what_the_driver_gets_is_ptx_that_hopper_accepts(

@@ -50,7 +50,7 @@ def test_every_configuration_that_fits_is_run_in_every_form(gpu: device.DevicePr
         assert {variant.even for variant in variants} == {True, False}
     # What the rest of the world runs is run on a newer GPU as well.
     of_the_class = {case.config for case in cases if case not in own}
-    assert of_the_class == ({tiles.MMA_SYNC, *_class()} if gpu is HOPPER else set())
+    assert of_the_class == ({tiles.EIGHT_WARPS, *_class()} if gpu is HOPPER else set())
 
 
 def _class() -> set[tiles.TileConfig]:

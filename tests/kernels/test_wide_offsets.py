@@ -21,14 +21,13 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="Triton interprets, it co
 COPIED = ("_blocks", "int8_gemm", "int8_gemm_tma")
 SHALLOW = 2048
 """The smallest K of a model: the rest of a tile is done once for so much of the loop."""
-MMA_SYNC = tiles.MMA_SYNC_COSTS[-1].config
 GPUS = {gpu.architecture: gpu for gpu in device.KNOWN}
 CASES = [
     Case(GPUS[architecture], config, "bfloat16", "bfloat16", True, "cutlass", False)
     for architecture, config in (
-        ("sm_80", MMA_SYNC),
-        ("sm_86", tiles.MMA_SYNC),
-        ("sm_120", MMA_SYNC),
+        ("sm_80", tiles.MMA_SYNC),
+        ("sm_86", tiles.EIGHT_WARPS),
+        ("sm_120", tiles.MMA_SYNC),
         ("sm_90", tiles.HOPPER),
         *(("sm_90", cost.config) for cost in tiles.HOPPER_SMALL[-3:]),
     )

@@ -334,8 +334,11 @@ def test_any_depth_is_right_at_the_end_of_an_allocation(backend: str, k: int) ->
 def test_a_scale_of_two_dimensions_is_no_worse_than_with_stock(backend: str) -> None:
     x, given = bf16(300, 512), layer(256, 512)
     given["weight_scale"] = given["weight_scale"][:1].view(1, 1)
-    out = mine(backend)(x, **given)
-    assert same(out, mine(backend)(x, **{**given, "weight_scale": given["weight_scale"][0]}))
+    if backend == "cuda":
+        assert agrees(backend, x, **given)  # Stock expands it, which a matrix refuses.
+    else:
+        out = mine(backend)(x, **given)
+        assert same(out, mine(backend)(x, **{**given, "weight_scale": given["weight_scale"][0]}))
     for dtype in (F16, BF16):
         low = layer(256, 512)["weight_scale"].to(dtype)
         assert agrees(backend, x, **{**given, "weight_scale": low}), dtype

@@ -94,7 +94,7 @@ EIGHT_WARPS = TileConfig("pointer", 128, 128, 64, 8, 4, 8)
 # 3.6): 12 shapes from M = 2 to 14,430, with as many programs to an SM as fit into 100 KiB. The
 # cheapest by this estimate was 1.2 to 3.7 times as fast as the best of the six configurations of
 # comfy_kitchen's Triton backend, compiled likewise. Microseconds of another GPU would differ; what
-# counts is their order.
+# counts is their order. The last one was measured with three stages.
 MMA_SYNC_COSTS = (
     WaveCost(TileConfig("pointer", 16, 32, 512, 4, 3, 8), 4.0, (0.84, 1.15)),
     WaveCost(TileConfig("pointer", 16, 64, 256, 4, 4, 8), 4.2, (1.29, 1.74)),

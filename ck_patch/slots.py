@@ -73,7 +73,7 @@ SLOTS = (
         name="cuda_quantize_rowwise_convrot64",
         bindings=(Binding("comfy_kitchen.backends.cuda", "", "quantize_int8_rowwise_convrot64"),),
         signature="python",
-        factory="ck_patch.ops.quantize_rows:build_cuda_convrot",
+        factory="ck_patch.ops.quantize_rotated_rows:build",
     ),
     Slot(
         name="wrap_for_dlpack",

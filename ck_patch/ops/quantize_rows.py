@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from ck_patch import notices
 from ck_patch.context import Function, Op, OpContext, Refused
 from ck_patch.device import interpreting, profile
-from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
+from ck_patch.kernels.input_acts import InputAct, columns
 from ck_patch.kernels.replay import Replay
 from ck_patch.ops import eager_host, triton_rows
 from ck_patch.ops.failures import Failures
@@ -28,10 +27,9 @@ _CHECKED_ROWS = 128
 # A process that meets more kernels, or shapes, than this proves, or binds, them anew.
 _MAX_KERNELS = 4096
 _MAX_LAUNCHES = 4096
-# As far as stock's rotating kernel goes.
-_MAX_ROTATED_K = 16_384
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that are taken as they are; a subclass may mean something else."""
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,7 +53,7 @@ class Prologue:
         return () if self.weight is None else (self.weight, self.eps)
 
 
-_NO_PROLOGUE = Prologue()
+NO_PROLOGUE = Prologue()
 
 
 @dataclass
@@ -106,7 +104,7 @@ class QuantizeRows(Op):
             x: Any = args[0] if args else None
             if (
                 not self._active
-                or type(x) not in _PLAIN
+                or type(x) not in PLAIN
                 or x.layout is not torch.strided
                 or not (x.is_cuda or (self._on_cpu and x.device.type == "cpu"))
                 or watched()
@@ -133,11 +131,11 @@ class QuantizeRows(Op):
     ) -> Prologue | None:
         """What follows x, if it is what stock takes, means to round to nearest and is ours."""
         if not (others or kwargs):
-            return _NO_PROLOGUE
+            return NO_PROLOGUE
         if len(others) + len(kwargs) > len(self._names) or kwargs.keys() - self._names:
             return None
-        plain = all(map(_rounds_to_nearest, (*others, *kwargs.values())))
-        return _NO_PROLOGUE if plain else None
+        plain = all(map(rounds_to_nearest, (*others, *kwargs.values())))
+        return NO_PROLOGUE if plain else None
 
     def _takes(self, shape: torch.Size, prologue: Prologue) -> bool:
         return len(shape) == 2 or (len(shape) > 0 and self._backend != "triton")
@@ -289,122 +287,19 @@ class QuantizeRows(Op):
         return None
 
 
-class QuantizeRotatedRows(QuantizeRows):
-    """The same for the CUDA backend's quantizer that rotates rows in groups of 256 values.
-
-    It takes x [M, K], or [M, 2 K] with an activation that takes pairs, and returns q [M, K], K a
-    multiple of 256 up to 16384. Activations are ours as far as stock's release has them; with
-    rms_norm, M is 2 at least and the weight has K values on the device of x. Other groups and seeds
-    are stock's, and so is everything on a device that the kernels of the CUDA backend cannot run
-    on.
-    """
-
-    _operation = "quantize_rowwise_convrot64"
-    _eager_has_it = False
-    _any_strides = False
-
-    def __init__(
-        self, backend: Backend, stock: Function, fallback: Function, context: OpContext
-    ) -> None:
-        super().__init__(backend, stock, fallback, context)
-        self._acts: Mapping[object, Prologue] = {
-            None: _NO_PROLOGUE,
-            "none": _NO_PROLOGUE,
-            **{act: Prologue(act) for act in _acts_of(stock)},
-        }
-
-    def _prologue(
-        self, x: torch.Tensor, others: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Prologue | None:
-        if len(others) == 1 and not kwargs:  # As the host calls it.
-            return _NO_PROLOGUE if _is_group_of_256(others[0]) else None
-        given: dict[str, Any] = {**dict(zip(self._names, others, strict=False)), **kwargs}
-        act = given.get("input_act")
-        # What is given twice or has no name is missing here.
-        if (
-            len(given) < len(others) + len(kwargs)
-            or given.keys() - self._names
-            or not _is_group_of_256(given.get("group_size"))
-            or not _rounds_to_nearest(given.get("stochastic_rounding"))
-            or type(act) not in (str, type(None))
-        ):
-            return None
-        weight: Any = given.get("input_act_weight")
-        prologue = self._acts.get(act)
-        if act != "rms_norm":
-            return prologue if weight is None else None
-        eps = given.get("input_act_eps", 0.0)
-        if (
-            prologue is None
-            or type(weight) not in _PLAIN
-            or type(eps) not in (float, int)
-            or weight.requires_grad
-            or weight.is_neg()
-            or weight._is_zerotensor()
-            or weight.device != x.device
-            or weight.numel() != x.shape[-1]
-            or weight.dim() != 1
-        ):
-            return None
-        weight = weight.to(x.dtype).contiguous()  # As stock does.
-        return None if weight.data_ptr() % 16 else Prologue("rms_norm", weight, float(eps))
-
-    def _takes(self, shape: torch.Size, prologue: Prologue) -> bool:
-        return (
-            len(shape) == 2
-            and shape[1] % (256 * prologue.columns) == 0
-            and shape[1] <= _MAX_ROTATED_K * prologue.columns
-            and (prologue.act != "rms_norm" or shape[0] > 1)
-        )
-
-    def _new_quantizer(self, act: InputAct | None) -> Any:
-        from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
-
-        return ConvrotRowQuantizer(act)
-
-    def _quantize_by_stock(self, x: torch.Tensor, prologue: Prologue) -> Quantized:
-        act = () if prologue.act is None else (0, prologue.act, *prologue.norm)
-        quantized: Quantized = self._stock(x, 256, *act)
-        return quantized
-
-
-def _acts_of(stock: Function) -> list[InputAct]:
-    """The activations of ours that stock's release has, which says of others that it has none."""
-    code: Any = getattr(sys.modules.get(stock.__module__), "_input_act_code", None)
-    if code is None:
-        return []
-    found: list[InputAct] = []
-    for act in INPUT_ACTS:
-        try:
-            code(act)
-        except ValueError:
-            continue
-        found.append(act)
-    return found
-
-
-def _is_group_of_256(size: object) -> bool:
-    return type(size) is int and size == 256
-
-
-def _rounds_to_nearest(seed: object) -> bool:
+def rounds_to_nearest(seed: object) -> bool:
     """Rounding is stochastic with a seed above zero."""
     return seed is None or (type(seed) is int and seed <= 0)
 
 
 def build_cuda(stock: Function, context: OpContext) -> QuantizeRows:
     """Make the op that replaces the CUDA backend's `quantize_int8_rowwise`."""
-    return _build("cuda", stock, context)
-
-
-def build_cuda_convrot(stock: Function, context: OpContext) -> QuantizeRows:
-    """Make the op that replaces the CUDA backend's `quantize_int8_rowwise_convrot64`."""
-    return _build("cuda", stock, context, QuantizeRotatedRows)
+    return build("cuda", stock, context)
 
 
 def build_eager(stock: Function, context: OpContext) -> QuantizeRows:
     """Make the op that replaces the eager backend's `quantize_int8_rowwise`."""
-    return _build("eager", stock, context)
+    return build("eager", stock, context)
 
 
 def build_triton(stock: Function, context: OpContext) -> QuantizeRows | triton_rows.RowChunks:
@@ -416,12 +311,10 @@ def build_triton(stock: Function, context: OpContext) -> QuantizeRows | triton_r
     return QuantizeRows("triton", stock, chunked.function, context)
 
 
-def _build(
-    backend: Backend,
-    stock: Function,
-    context: OpContext,
-    op: type[QuantizeRows] = QuantizeRows,
+def build(
+    backend: Backend, stock: Function, context: OpContext, op: type[QuantizeRows] = QuantizeRows
 ) -> QuantizeRows:
+    """Make an op whose fallback is stock as it is; Refused on a release that is not tested."""
     if context.check_first:
         raise Refused("a release newer than the tested ones may do other things in its quantizers")
     return op(backend, stock, stock, context)

@@ -327,7 +327,8 @@ def assert_same(side: Side, given: Form, gemm: str) -> None:
     assert ours.requires_grad == theirs.requires_grad
     ours, theirs = ours.detach(), theirs.detach()
     assert theirs.isfinite().all()
-    assert torch.equal(reference.bits(ours), reference.bits(theirs))
+    differing = reference.bits(ours) != reference.bits(theirs)
+    assert not differing.any(), (ours[differing], theirs[differing])
 
 
 @pytest.mark.parametrize("make", RESIDUALS.values(), ids=RESIDUALS.keys())
@@ -464,13 +465,13 @@ def test_where_both_kernels_are_proven_they_are_launched_by_addresses(
 def test_our_rotating_quantizer_takes_the_call_as_it_is_made(
     side: Side, act: str, monkeypatch: pytest.MonkeyPatch, breaker: Breaker
 ) -> None:
-    from ck_patch.ops.quantize_rows import build_cuda_convrot
+    from ck_patch.ops import quantize_rotated_rows
 
     given = activated(act, convrot=True, dtype=torch.float32)
     side.needs(given)
     expected = side.stock(**given)
     stock = side.host.quantize_int8_rowwise_convrot64
-    quantizer = build_cuda_convrot(
+    quantizer = quantize_rotated_rows.build(
         stock, OpContext(Settings(), breaker, side.release, check_first=False)
     )
     monkeypatch.setattr(side.host, "quantize_int8_rowwise_convrot64", quantizer.function)

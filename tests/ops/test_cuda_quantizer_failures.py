@@ -16,7 +16,7 @@ from ck_patch.context import OpContext, op_of
 from ck_patch.kernels.input_acts import InputAct, columns
 from ck_patch.kernels.quantize_rows import RowQuantizer
 from ck_patch.kernels.quantize_rows_convrot import ConvrotRowQuantizer
-from ck_patch.ops import quantize_rows
+from ck_patch.ops import quantize_rotated_rows, quantize_rows
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 from tests.kernels import test_quantize_rows as plain
@@ -51,7 +51,7 @@ class Quantizer:
             Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
         )
         if rotates:
-            op = quantize_rows.build_cuda_convrot(stock_convrot, context)
+            op = quantize_rotated_rows.build(stock_convrot, context)
         else:
             op = quantize_rows.build_cuda(stock, context)
         self.op: Any = op
@@ -222,7 +222,7 @@ def test_an_activation_is_proven_and_launched_by_itself(
     context = OpContext(
         Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
     )
-    op = quantize_rows.build_cuda_convrot(stock, context)
+    op = quantize_rotated_rows.build(stock, context)
     weight = torch.randn(256)
     acts: tuple[InputAct | None, ...] = (None, "rms_norm", "swiglu")
     for act in acts:
@@ -271,7 +271,7 @@ def test_an_activation_that_fails_takes_nothing_else_along(
     context = OpContext(
         Settings(int8="triton", assume=ADA), breaker, RELEASES[-1], check_first=False
     )
-    op = quantize_rows.build_cuda_convrot(stock, context)
+    op = quantize_rotated_rows.build(stock, context)
 
     def run(self: Any, *args: Any) -> None:
         good(self, *args)

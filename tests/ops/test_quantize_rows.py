@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, Refused
-from ck_patch.ops import quantize_rows, triton_rows, watched
+from ck_patch.ops import quantize_rotated_rows, quantize_rows, triton_rows, watched
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 
@@ -45,8 +45,14 @@ class Op:
             return "stock"
 
         context = OpContext(Settings(**settings), breaker, RELEASES[-1], check_first=False)
-        self.op: Any = getattr(quantize_rows, f"build_{backend}")(recorded, context)
+        self.op: Any = self.build()(recorded, context)
         self.function: Callable[..., Any] = self.op.function
+
+    def build(self) -> Callable[..., Any]:
+        """What makes the op."""
+        if self.backend in ROTATING:
+            return quantize_rotated_rows.build
+        return cast("Callable[..., Any]", getattr(quantize_rows, f"build_{self.backend}"))
 
     def takes(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the call is ours; one that is not must reach stock as it came."""
@@ -292,7 +298,7 @@ def test_a_gpu_without_our_kernels_keeps_the_quantizer_of_its_backend(
 
 def test_a_release_that_is_too_new_has_no_quantizer_of_ours(op: Op) -> None:
     newer = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=True)
-    build = getattr(quantize_rows, f"build_{op.backend}")
+    build = op.build()
     if op.backend == "triton":
         assert isinstance(build(op.stock, newer), triton_rows.RowChunks)
     else:

@@ -11,7 +11,7 @@ import torch
 from ck_patch.breaker import Breaker
 from ck_patch.context import OpContext, Refused
 from ck_patch.kernels.input_acts import INPUT_ACTS, InputAct, columns
-from ck_patch.ops import quantize_rows, watched
+from ck_patch.ops import quantize_rotated_rows, watched
 from ck_patch.releases import RELEASES
 from ck_patch.settings import Settings
 from tests.kernels import test_quantize_rows_convrot as rotating
@@ -146,7 +146,7 @@ def test_an_activation_that_stocks_release_does_not_have_is_stocks(breaker: Brea
         return "stock"
 
     context = OpContext(Settings(), breaker, RELEASES[-1], check_first=False)
-    function = quantize_rows.build_cuda_convrot(stock, context).function
+    function = quantize_rotated_rows.build(stock, context).function
     assert function(torch.randn(3, 2 * K), 256, 0, "swiglu") == "stock"
     assert function(torch.randn(3, 2 * K), 256, 0, "none") != "stock"
 
@@ -265,4 +265,4 @@ def test_where_the_policy_has_no_kernel_of_ours_it_is_stocks(
 def test_a_release_that_is_too_new_has_no_quantizer_of_ours(op: Op) -> None:
     newer = OpContext(Settings(), Breaker(), RELEASES[-1], check_first=True)
     with pytest.raises(Refused, match="newer"):
-        quantize_rows.build_cuda_convrot(op.stock, newer)
+        quantize_rotated_rows.build(op.stock, newer)

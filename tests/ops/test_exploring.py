@@ -202,7 +202,7 @@ OURS = NAMES[0]
 NAMES_4090 = (
     "stock",
     "triton:pointer-64x64x128-w4-s4-g8",
-    "triton:pointer-32x64x256-w4-s3-g8",
+    "triton:pointer-128x128x64-w4-s4-g16",
     "triton:pointer-64x128x128-w4-s3-g8",
     "cfg7",
     "cfg8",
